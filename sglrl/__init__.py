@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from . import errors as errors
     from .actors.actor import Actor, endpoint
     from .actors.spawning import ActorHandle, spawn
-    from .api.blocking import BlockingClient, BlockingRollout, BlockingSession, blocking
+    from .api.blocking import BlockingClient, BlockingSession, blocking
+    from .api.blocking_rollout import BlockingRollout
     from .api.launching import launch
     from .api.running import run
     from .driver.worker_info import QueueInfo, WorkerInfo
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
         Closed,
         DeadlineExceeded,
         EngineError,
+        InvalidAdapter,
         InvalidKeys,
         InvalidRequest,
         InvalidWeights,
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
         SettingsMismatch,
         SglrlError,
         ToolError,
+        UnknownAdapter,
         UnknownEndpoint,
         UpdateInProgress,
         UsageError,
@@ -50,9 +53,10 @@ if TYPE_CHECKING:
     )
     from .gateway.serving import Gateway, GatewaySession, serve
     from .hosts.hosts import HostInfo, Hosts
+    from .inference.adapters import LoraInfo
+    from .inference.chunk import Chunk
     from .inference.client import Client
     from .inference.completion import (
-        Chunk,
         Completion,
         NextTokenLogprobs,
         ScoreLogprobs,
@@ -81,9 +85,9 @@ _HOME = {
     "ActorHandle": "actors.spawning",
     "AssistantMessage": "inference.message",
     "BlockingClient": "api.blocking",
-    "BlockingRollout": "api.blocking",
+    "BlockingRollout": "api.blocking_rollout",
     "BlockingSession": "api.blocking",
-    "Chunk": "inference.completion",
+    "Chunk": "inference.chunk",
     "Client": "inference.client",
     "Closed": "errors",
     "Completion": "inference.completion",
@@ -96,9 +100,11 @@ _HOME = {
     "Group": "rollouts.group",
     "HostInfo": "hosts.hosts",
     "Hosts": "hosts.hosts",
+    "InvalidAdapter": "errors",
     "InvalidKeys": "errors",
     "InvalidRequest": "errors",
     "InvalidWeights": "errors",
+    "LoraInfo": "inference.adapters",
     "MessageTooLarge": "errors",
     "ModelError": "errors",
     "NextTokenLogprobs": "inference.completion",
@@ -126,6 +132,7 @@ _HOME = {
     "Trajectory": "sessions.trajectory",
     "TrajectoryTiming": "sessions.turn",
     "Turn": "sessions.turn",
+    "UnknownAdapter": "errors",
     "UnknownEndpoint": "errors",
     "UpdateInProgress": "errors",
     "UsageError": "errors",
@@ -166,9 +173,11 @@ __all__ = [
     "Group",
     "HostInfo",
     "Hosts",
+    "InvalidAdapter",
     "InvalidKeys",
     "InvalidRequest",
     "InvalidWeights",
+    "LoraInfo",
     "MessageTooLarge",
     "ModelError",
     "NextTokenLogprobs",
@@ -196,6 +205,7 @@ __all__ = [
     "Trajectory",
     "TrajectoryTiming",
     "Turn",
+    "UnknownAdapter",
     "UnknownEndpoint",
     "UpdateInProgress",
     "UsageError",

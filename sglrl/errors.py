@@ -5,12 +5,14 @@
     SglrlError
     ├── UsageError (ValueError)        the call is wrong and was not sent
     │   ├── InvalidRequest             a prompt, token id or sampling value is wrong
+    │   │   └── UnknownAdapter         no adapter of this name is loaded, or it was unloaded
     │   ├── UnknownEndpoint            the actor declares no endpoint of that name
     │   ├── MessageTooLarge            the arguments do not fit in one message
     │   ├── ModelError                 the model folder is missing or unreadable
     │   ├── InvalidKeys                a CURVE key file is missing, malformed or open to others
     │   ├── NotEnoughDevices           fewer GPUs than replicas * tp_size
     │   └── InvalidWeights             weights do not fit the model or memory, or are not finite
+    │       └── InvalidAdapter         a LoRA adapter cannot be loaded
     ├── Overloaded                     the driver's queue is full; try again later
     ├── DeadlineExceeded (TimeoutError)
     ├── RemoteError                    an exception inside the actor, with its traceback
@@ -38,6 +40,7 @@ __all__ = [
     "Closed",
     "DeadlineExceeded",
     "EngineError",
+    "InvalidAdapter",
     "InvalidKeys",
     "InvalidRequest",
     "InvalidWeights",
@@ -51,6 +54,7 @@ __all__ = [
     "SettingsMismatch",
     "SglrlError",
     "ToolError",
+    "UnknownAdapter",
     "UnknownEndpoint",
     "UpdateInProgress",
     "UsageError",
@@ -90,6 +94,10 @@ class InvalidRequest(UsageError):
     """A prompt, token id, sampling value, regex, grammar or schema cannot be served."""
 
 
+class UnknownAdapter(InvalidRequest):
+    """No LoRA adapter of this name is loaded, or it was unloaded while the request ran."""
+
+
 class UnknownEndpoint(UsageError, AttributeError):
     """The actor declares no endpoint of that name."""
 
@@ -116,6 +124,13 @@ class InvalidWeights(UsageError):
     They do not match the loaded model (unknown or missing tensors, wrong shapes or dtypes), a value
     is NaN, infinite or too large for the engine's dtype, or there is not enough room. Every worker
     that accepts calls keeps its old weights.
+    """
+
+
+class InvalidAdapter(InvalidWeights):
+    """A LoRA adapter cannot be loaded: its configuration or a tensor does not fit the engine.
+
+    No worker has the adapter. When the adapter was to be replaced, every worker keeps its version.
     """
 
 
@@ -264,11 +279,13 @@ WIRE_ERRORS: Final[dict[str, type[SglrlError]]] = {
     cls.__name__: cls
     for cls in (
         InvalidRequest,
+        UnknownAdapter,
         UnknownEndpoint,
         MessageTooLarge,
         EngineError,
         UsageError,
         InvalidWeights,
+        InvalidAdapter,
         SettingsMismatch,
         UpdateInProgress,
         WeightUpdateError,

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 import traceback
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -39,6 +40,10 @@ from sglrl.wire.codec import Buffer, decode_to_worker, encode, readable
 from sglrl.wire.engine import (
     EngineInfo,
     GenerateArgs,
+    LoraCommit,
+    LoraKeep,
+    LoraPart,
+    LoraPrepare,
     NextTokenArgs,
     PauseArgs,
     ProfileArgs,
@@ -67,6 +72,10 @@ ENDPOINTS = [
     "flush_cache",
     "generate",
     "get_weights",
+    "lora_commit",
+    "lora_keep",
+    "lora_part",
+    "lora_prepare",
     "next_token_logprobs",
     "pause",
     "resume",
@@ -130,6 +139,12 @@ class Mailbox:
         self._weights = msgspec.msgpack.Decoder(WeightNames)
         self._pause = msgspec.msgpack.Decoder(PauseArgs)
         self._next_token = msgspec.msgpack.Decoder(NextTokenArgs)
+        self._lora: dict[str, msgspec.msgpack.Decoder[Any]] = {
+            "lora_commit": msgspec.msgpack.Decoder(LoraCommit),
+            "lora_keep": msgspec.msgpack.Decoder(LoraKeep),
+            "lora_part": msgspec.msgpack.Decoder(LoraPart),
+            "lora_prepare": msgspec.msgpack.Decoder(LoraPrepare),
+        }
         self._encode = msgspec.msgpack.Encoder().encode
 
     def starting(self, stage: str) -> None:
@@ -364,6 +379,8 @@ class Mailbox:
                 case "get_weights":
                     names = self._weights.decode(call.args).names
                     self.put_value(call.id, engine.get_weights(names))
+                case name if name in self._lora:
+                    engine.adapters(call.id, self._lora[name].decode(call.args))
                 case other:
                     self.put_error(
                         call.id, "UnknownEndpoint", f"the engine has no endpoint {other!r}"

@@ -20,6 +20,10 @@ _TESTS: Final = {
         grammar_backend enable_fp32_lm_head kv_cache_dtype
     """,
     "tests/engine/test_random_seed.py": "random_seed",
+    "tests/engine/test_lora.py": "lora_paths max_loras_per_batch max_loaded_loras",
+    "tests/api/test_lora_arguments.py": """
+        enable_lora max_lora_rank lora_target_modules lora_backend
+    """,
     "tests/engine/test_back_pressure.py": "schedule_conservativeness",
     "tests/engine/test_priorities.py": "enable_priority_scheduling",
     "tests/engine/test_alike.py": "enable_mixed_chunk disable_overlap_schedule",
@@ -105,6 +109,7 @@ _PASSED_ON: Final = {
         prefill_delayer_token_usage_low_watermark prefill_delayer_queue_min_ratio
         prefill_delayer_max_delay_ms min_free_slots_delay
     """,
+    "adapters": "lora_eviction_policy max_lora_chunk_size lora_drain_wait_threshold",
     "grammars": "constrained_json_max_whitespace_cnt disable_outlines_disk_cache",
     "finding faults": """
         kv_canary kv_canary_real_data kv_canary_sweep_interval msprobe_dump_config

@@ -18,15 +18,15 @@ from numpy.typing import NDArray
 from ..config import open_standard_files
 from ..driver.worker_info import QueueInfo, WorkerInfo
 from ..errors import Closed, UsageError
+from ..inference.adapters import LoraInfo
+from ..inference.chunk import Chunk
 from ..inference.client import Client
-from ..inference.completion import Chunk, Completion, NextTokenLogprobs
+from ..inference.completion import Completion, NextTokenLogprobs
 from ..inference.engine_controls import WorkerStats
 from ..inference.message import ToolCall
 from ..inference.prompts import Message
 from ..remote.client import connect
 from ..rollouts.agent import Agent
-from ..rollouts.group import Group
-from ..rollouts.metrics import RolloutMetrics
 from ..rollouts.run import Rollout, rollout
 from ..sessions.rewards import RewardValue
 from ..sessions.session import Session
@@ -36,7 +36,8 @@ from ..system_limits import start_thread
 from ..weights.local_sender import TensorMetadata
 from ..weights.update_report import UpdateReport
 from ..wire.engine import EngineInfo
-from .client_thread import ClientThread
+from .blocking_rollout import BlockingRollout
+from .client_thread import ClientThread, plain
 from .launching import launch
 
 _T = TypeVar("_T")
@@ -109,6 +110,19 @@ class BlockingClient:
     def wait_until_full(self, timeout: float | None = 60.0) -> None:
         """See ``Client.wait_until_full``."""
         self._wait(self._client.wait_until_full(timeout))
+
+    @property
+    def loras(self) -> dict[str, LoraInfo]:
+        """See ``Client.loras``."""
+        return self._client.loras
+
+    def load_lora(self, name: str, adapter: Any, **kwargs: Any) -> LoraInfo:
+        """See ``Client.load_lora``."""
+        return self._wait(self._client.load_lora(name, adapter, **kwargs))
+
+    def unload_lora(self, name: str, **kwargs: Any) -> None:
+        """See ``Client.unload_lora``."""
+        self._wait(self._client.unload_lora(name, **kwargs))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """See ``Client.generate``."""
@@ -309,7 +323,7 @@ class BlockingSession:
         """See ``Session.close``."""
         # After the client is closed, there is no turn to release.
         with contextlib.suppress(Closed):
-            self._client._wait(_done(self._session.close))
+            self._client._wait(plain(self._session.close))
 
     def generate(self, **values: Any) -> Completion:
         """See ``Session.generate``."""
@@ -377,87 +391,6 @@ class BlockingSession:
     def metadata(self) -> dict[str, Any]:
         """See ``Session.metadata``."""
         return self._session.metadata
-
-
-class BlockingRollout:
-    """``Rollout`` without ``await``. Iterate over its groups or over its ``batches()``.
-
-    ``BlockingClient.rollout`` makes it. ``with`` closes it also when the block exits early.
-    """
-
-    def __init__(self, client: BlockingClient, run: Rollout) -> None:
-        self._client = client
-        self._run = run
-        self._begun = False
-
-    def __enter__(self) -> Self:
-        self._begun = True
-        self._client._wait(self._enter())
-        return self
-
-    async def _enter(self) -> None:
-        await self._run.__aenter__()
-        self._client._runs.add(self._run)
-
-    async def _close(self) -> None:
-        await self._run.close()
-        self._client._runs.discard(self._run)
-
-    def __exit__(self, *exc: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """See ``Rollout.close``. Closing the client also closes its rollouts."""
-        if self._client._loop is not None:
-            self._client._wait(self._close())
-
-    def __iter__(self) -> Iterator[Group]:
-        if not self._begun:
-            with self:
-                yield from self
-            return
-        # aiter raises if the rollout cannot be iterated.
-        aiter(self._run)
-        while groups := self.take(1):
-            yield from groups
-
-    def batches(self) -> Iterator[list[Group]]:
-        """See ``Rollout.batches``."""
-        size = self._run.batch_size
-        if size is None:
-            raise UsageError("batches() needs rollout(..., batch_size=)")
-        while batch := self.take(size):
-            yield batch
-
-    def take(self, n: int = 1, *, timeout: float | None = None) -> list[Group]:
-        """See ``Rollout.take``."""
-        return self._client._wait(self._run.take(n, timeout=timeout))
-
-    def pause(self, *, timeout: float | None = None) -> None:
-        """See ``Rollout.pause``."""
-        self._client._wait(self._run.pause(timeout=timeout))
-
-    def resume(self) -> None:
-        """See ``Rollout.resume``."""
-        self._client._wait(_done(self._run.resume))
-
-    def state_dict(self) -> dict[str, Any]:
-        """See ``Rollout.state_dict``."""
-        return self._client._wait(_done(self._run.state_dict))
-
-    def save(self, path: str | os.PathLike[str]) -> None:
-        """See ``Rollout.save``."""
-        self._client._wait(_done(lambda: self._run.save(path)))
-
-    @property
-    def metrics(self) -> RolloutMetrics:
-        """See ``Rollout.metrics``."""
-        return self._client._wait(_done(lambda: self._run.metrics))
-
-
-async def _done(call: Callable[[], _T]) -> _T:
-    """Run a plain function on the loop's thread."""
-    return call()
 
 
 class _Maker:

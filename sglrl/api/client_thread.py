@@ -7,7 +7,8 @@ import contextlib
 import logging
 import threading
 import weakref
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
 
 import uvloop
 
@@ -15,6 +16,8 @@ from ..inference.client import Client
 from ..rollouts.run import Rollout
 
 logger = logging.getLogger("sglrl.blocking")
+
+_T = TypeVar("_T")
 
 _LONGEST_END: Final = 10.0
 """Seconds within which cancelled tasks must finish when the client is closed, and the thread at
@@ -103,3 +106,8 @@ async def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
         if left:
             logger.warning("cancelled, and not ended with the client: %s", left)
     await loop.shutdown_asyncgens()
+
+
+async def plain(call: Callable[[], _T]) -> _T:
+    """Run a plain function on the loop's thread."""
+    return call()

@@ -53,6 +53,10 @@ FAKE_ARGUMENTS = {
     "context_length",
     "fail_start",
     "hang_file",
+    "max_lora_rank",
+    "lora_target_modules",
+    "max_loaded_loras",
+    "fail_lora",
 }
 
 

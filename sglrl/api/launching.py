@@ -28,6 +28,7 @@ from ..errors import NotEnoughDevices, UsageError
 from ..hosts.hosts import Hosts
 from ..hosts.launcher import HostLauncher
 from ..hosts.started import hosts_from
+from ..inference.adapters import PoolAdapters
 from ..inference.client import Client
 from ..inference.engine_controls import PoolPausing
 from ..remote.server import PoolServer
@@ -38,6 +39,7 @@ from ..wire.processes import EngineSpec
 from .engine_arguments import check_dtype, check_engine_arguments
 from .hub import look_up
 from .interpreter import examine, find_python
+from .lora_arguments import take_adapters
 from .model_folder import check_model, own_dtype, own_model
 from .start_display import StartDisplay
 
@@ -213,6 +215,7 @@ def launch(
         tp_size = engine_args.pop("tensor_parallel_size")
     positive("tp_size", tp_size)
     engine_args = check_engine_arguments(engine, engine_args, sglang)
+    adapters = take_adapters(engine_args) if engine == "sglang" else {}
     dtype = check_dtype(dtype)
     wanted = check_accelerations(accelerations)
     if engine == "sglang":
@@ -229,6 +232,9 @@ def launch(
             raise UsageError(f"ep_size={ep_size} is more than tp_size={tp_size}")
         if machines is None and groups[0] is None and engine_args.get("enable_torch_compile"):
             raise UsageError("enable_torch_compile needs a GPU: SGLang compiles no model for a CPU")
+        backend = engine_args.get("lora_backend", "torch_native")
+        if machines is None and groups[0] is None and backend != "torch_native":
+            raise UsageError(f"lora_backend={backend!r} needs a GPU: use 'torch_native' on a CPU")
         if machines is None and groups[0] is None and engine_args.get("page_size") not in (None, 1):
             raise UsageError(
                 f"page_size={engine_args['page_size']} needs a GPU: SGLang's published wheels have "
@@ -322,6 +328,7 @@ def launch(
         timeout=timeout,
         sender=LocalSender(pool.weights),
         pausing=PoolPausing(pool),
+        adapters=PoolAdapters(pool, pool.expel, adapters),
         weight_device=weight_device,
         serve=partial(PoolServer, pool),
         prepare=partial(_prepare, not os.path.isabs(path)) if engine == "sglang" else None,

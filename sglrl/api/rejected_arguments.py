@@ -147,11 +147,9 @@ _GROUPS: Final = {
         num_continuous_decode_steps delete_ckpt_after_loading debug_tensor_dump_input_file
         triton_attention_reduce_in_fp32
     """,
-    "there are no adapters: merge them into the weights, and use update_weights": """
-        enable_lora enable_lora_overlap_loading max_lora_rank lora_target_modules lora_paths
-        max_loaded_loras max_loras_per_batch lora_eviction_policy lora_backend max_lora_chunk_size
-        experts_shared_outer_loras lora_use_virtual_experts lora_strict_loading
-        lora_drain_wait_threshold uno_lora_path
+    "workers prepare adapters in a thread, check every tensor, and adapt no experts": """
+        enable_lora_overlap_loading experts_shared_outer_loras lora_use_virtual_experts
+        lora_strict_loading uno_lora_path
     """,
     "engines cannot sleep": """
         enable_memory_saver enable_weights_cpu_backup enable_draft_weights_cpu_backup

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import InvalidRequest
-from ..inference.completion import Completion, StreamText
+from ..inference.chunk import StreamText
+from ..inference.completion import Completion
 from ..wire.engine import TokenChunk
 from .answers import token_text, weight_versions
 from .chat import ResponseFormat, StreamOptions, grammar_of

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import msgspec
 import numpy as np
 
-from ..inference.completion import StreamText
+from ..inference.chunk import StreamText
 from ..inference.renderer import Renderer
 from ..inference.sampling import SamplingParams
 from ..sessions.session_spec import SessionSpec

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from ..driver.driver import now
-from ..inference.completion import StreamText
+from ..inference.chunk import StreamText
 from ..sessions.session_spec import SessionSpec
 from ..wire.engine import TokenChunk
 from .arrivals import Arrivals

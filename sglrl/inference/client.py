@@ -12,23 +12,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
 
 from ..config import check_target
 from ..core.prefixes import Route
 from ..driver.gathering import submit_all
 from ..driver.port import PoolPort
 from ..driver.worker_info import QueueInfo, WorkerInfo, describe
-from ..errors import InvalidRequest, UsageError
+from ..errors import InvalidRequest
 from ..weights.port import WeightSender
 from ..wire.engine import EngineInfo
-from ..wire.processes import ClientKeys
+from .adapters import AdapterPort
 from .client_base import RemoteServer, not_started
 from .completion import Completion
 from .completion_parser import CompletionParser, completion_parser
 from .control_methods import ControlMethods
 from .engine_controls import Pausing
 from .inspection_methods import InspectionMethods
+from .lora_methods import LoraMethods
 from .options import GenerateOptions, MessageOptions, SamplingOptions
 from .prompts import Message, check_given_ids, template_arguments
 from .requests import Requests
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
     from ..sessions.session import Session
 
 
-class Client(WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
+class Client(LoraMethods, WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
     """Generates with a pool of engine workers. ``sglrl.launch`` returns one.
 
     ``async with sglrl.launch(...) as client`` closes the client at the end of the block. After
@@ -62,6 +63,7 @@ class Client(WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
         timeout: float | None,
         sender: WeightSender,
         pausing: Pausing,
+        adapters: AdapterPort,
         weight_device: Any = None,
         serve: Callable[[Client], RemoteServer] | None = None,
         prepare: Callable[[Client], Awaitable[None]] | None = None,
@@ -74,8 +76,8 @@ class Client(WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
         """The model's folder, or its name on the Hugging Face hub."""
         self._tokenizer_box = TokenizerBox(tokenizer or model, trust_tokenizer)
         self._serve = serve
-        self._server: RemoteServer | None = None
         self._pausing = pausing
+        self._adapters = adapters
         self._weights = sender
 
     async def __aenter__(self) -> Self:
@@ -91,16 +93,22 @@ class Client(WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
             self._tokenizer_box.model = info.tokenizer or info.model
         self._tokenizer_box.fake = not info.sglang_version
         self._requests = Requests(
-            self._driver, info, self._tokenizer_box, self._pool.weights, self._timeout
+            self._driver,
+            info,
+            self._tokenizer_box,
+            self._pool.weights,
+            self._timeout,
+            self._adapters,
         )
         if self._serve is not None:
             self._server = self._serve(self)
-        if self._weight_device is not None:
-            try:
+        try:
+            await self._adapters.start(self._driver, info)
+            if self._weight_device is not None:
                 await self.connect_weights(device=self._weight_device)
-            except BaseException:
-                await self.close()
-                raise
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     def __await__(self) -> Generator[Any, None, Self]:
@@ -112,13 +120,6 @@ class Client(WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
     async def __aexit__(self, *exc: object) -> None:
         await self.close()
 
-    def __enter__(self) -> NoReturn:
-        raise UsageError(
-            "use 'async with', or 'with sglrl.blocking(...)' where there is no asyncio"
-        )
-
-    def __exit__(self, *exc: object) -> None: ...
-
     def __repr__(self) -> str:
         name = type(self).__name__
         if self._driver is None or self._requests is None:
@@ -128,12 +129,6 @@ class Client(WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
             return f"<{name} of {model}, closed>"
         return (
             f"<{name} of {model}, {describe(self.workers)}, weights version {self.weight_version}>"
-        )
-
-    def __reduce__(self) -> NoReturn:
-        raise UsageError(
-            "a client stays in the process that made it and cannot be pickled or copied; give the "
-            "other process client.address, and call sglrl.connect(address) there"
         )
 
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
@@ -262,6 +257,7 @@ class Client(WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
         priority: int = 0,
         timeout: float | None = None,
         worker: int | None = None,
+        lora: str | None = None,
         sampling: SamplingParams | None = None,
         **values: Any,
     ) -> Any:
@@ -295,6 +291,7 @@ class Client(WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
             timeout: seconds until the call raises ``DeadlineExceeded`` and the engine stops its
                 request. None: the client's timeout. A negative value raises ``UsageError``.
             worker: use only this worker.
+            lora: the name of an adapter, see ``load_lora``.
             sampling: a ``SamplingParams``. The keyword arguments below override its fields.
             **values: the fields of ``SamplingParams`` (``max_new_tokens``, ``temperature``, ...).
                 The names of vLLM and OpenAI (``max_tokens``, ...) are accepted too.
@@ -321,6 +318,7 @@ class Client(WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
             raise InvalidRequest(f"n must be an integer of at least 1, got {n!r}")
         if worker is not None or session is not None or priority or type(priority) is not int:
             priority, worker, session = check_target(priority, worker, session)
+        lora = "" if lora is None else requests.lora(lora)
         if n > 1:
             # Check before the prompts are encoded, because encoding may take long.
             requests.check_count(n, 1, worker)
@@ -347,9 +345,18 @@ class Client(WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
             # Almost every call takes this path, so it makes no lists and no gather.
             (ids,) = prompts
             max_new = requests.max_new_tokens(prepared, len(ids) // 4)
-            route = Route(ids, self._pool.weights.version, session)
+            route = Route(ids, requests.version(lora), session)
             call, future = requests.sample(
-                ids, prepared, max_new, logprobs, top_logprobs, route, deadline, priority, worker
+                ids,
+                prepared,
+                max_new,
+                logprobs,
+                top_logprobs,
+                route,
+                deadline,
+                priority,
+                worker,
+                lora=lora,
             )
             # While the call waits, keep one copy of the prompt: the bytes.
             del prompt, input_ids, messages, prompts, values
@@ -363,7 +370,7 @@ class Client(WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
                 await parser.parse([completion])
             return [completion] if several else completion
         calls, futures = requests.samples(
-            prompts, n, prepared, logprobs, top_logprobs, session, deadline, priority, worker
+            prompts, n, prepared, logprobs, top_logprobs, session, deadline, priority, worker, lora
         )
         made = await submit_all(requests.driver, calls, futures)
         if parser is not None:
@@ -386,6 +393,7 @@ class Client(WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
         priority: int = 0,
         timeout: float | None = None,
         worker: int | None = None,
+        lora: str | None = None,
         sampling: SamplingParams | None = None,
         **values: Unpack[SamplingOptions],
     ) -> Stream:
@@ -407,6 +415,7 @@ class Client(WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
             priority=priority,
             timeout=timeout,
             worker=worker,
+            lora=lora,
             sampling=sampling,
             values=dict(values),
         )
@@ -428,6 +437,7 @@ class Client(WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
         priority: int = 0,
         metadata: Mapping[str, Any] | None = None,
         reward_weights: Mapping[str, float] | None = None,
+        lora: str | None = None,
         sampling: SamplingParams | None = None,
         **values: Unpack[SamplingOptions],
     ) -> Session:
@@ -450,6 +460,7 @@ class Client(WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
             priority: priority of each turn, as for ``generate``.
             metadata: values to store in the trajectory.
             reward_weights: by name of a reward (``Session.reward``). Others have the weight 1.
+            lora: the name of an adapter, which samples the turns.
             sampling, **values: default sampling parameters of the turns. A turn can override them.
 
         Raises:
@@ -475,17 +486,8 @@ class Client(WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
                 priority=priority,
                 metadata=metadata,
                 reward_weights=reward_weights,
+                lora=lora,
                 sampling=sampling,
                 **values,
             )
         )
-
-    # --- internal ---------------------------------------------------------------------------------
-
-    @property
-    def _way_in(self) -> tuple[str, ClientKeys | None, bool, float | None]:
-        """See ``RemoteServer``."""
-        if self._server is None:
-            raise not_started()
-        self._running()
-        return self._server.way_in

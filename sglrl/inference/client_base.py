@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 from ..driver.driver import Driver
 from ..driver.port import PoolPort
-from ..errors import Closed
+from ..errors import Closed, UsageError
 from ..wire.processes import ClientKeys
 from .requests import Requests
 
@@ -36,6 +36,28 @@ class ClientBase:
         self._pool = pool
         self._driver: Driver | None = None
         self._requests: Requests | None = None
+        self._server: RemoteServer | None = None
+
+    def __enter__(self) -> NoReturn:
+        raise UsageError(
+            "use 'async with', or 'with sglrl.blocking(...)' where there is no asyncio"
+        )
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a client stays in the process that made it and cannot be pickled or copied; give the "
+            "other process client.address, and call sglrl.connect(address) there"
+        )
+
+    @property
+    def _way_in(self) -> tuple[str, ClientKeys | None, bool, float | None]:
+        """See ``RemoteServer``."""
+        if self._server is None:
+            raise not_started()
+        self._running()
+        return self._server.way_in
 
     @property
     def _is_connected(self) -> bool:

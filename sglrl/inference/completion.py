@@ -70,15 +70,21 @@ class ScoreLogprobs(np.ndarray[Any, np.dtype[np.float32]]):
 
     Attributes:
         versions: spans of the policy version that computed the positions, in order.
+        lora_versions: the same for the version of the adapter; empty without an adapter.
     """
 
     versions: tuple[VersionSpan, ...]
+    lora_versions: tuple[VersionSpan, ...]
 
     def __new__(
-        cls, logprobs: NDArray[np.float32], versions: tuple[VersionSpan, ...]
+        cls,
+        logprobs: NDArray[np.float32],
+        versions: tuple[VersionSpan, ...],
+        lora_versions: tuple[VersionSpan, ...] = (),
     ) -> ScoreLogprobs:
         made = logprobs.view(cls)
         made.versions = versions
+        made.lora_versions = lora_versions
         return made
 
     @property
@@ -94,7 +100,7 @@ class ScoreLogprobs(np.ndarray[Any, np.dtype[np.float32]]):
         array, versions = np.array(self), self.__dict__.get("versions")
         if versions is None:
             return np.array, (array,)
-        return ScoreLogprobs, (array, versions)
+        return ScoreLogprobs, (array, versions, self.__dict__.get("lora_versions", ()))
 
 
 class _Scores(NamedTuple):
@@ -126,6 +132,11 @@ class Scores(_Scores):
         """Spans of the policy version that computed the positions, in order."""
         return self.logprobs.versions
 
+    @property
+    def lora_versions(self) -> tuple[VersionSpan, ...]:
+        """See ``ScoreLogprobs.lora_versions``."""
+        return self.logprobs.lora_versions
+
     def __repr__(self) -> str:
         return f"<Scores of {len(self.logprobs)} tokens, top {self.top_ids.shape[1]}>"
 
@@ -141,6 +152,7 @@ class NextTokenLogprobs(NamedTuple):
             launched.
         cached_tokens: prompt tokens that came from the prefix cache.
         worker: index of the worker that computed it.
+        lora_version: version of the adapter; 0 without an adapter.
     """
 
     logprobs: NDArray[np.float32]
@@ -148,6 +160,7 @@ class NextTokenLogprobs(NamedTuple):
     version: int
     cached_tokens: int
     worker: int
+    lora_version: int = 0
 
     def __repr__(self) -> str:
         what = "all" if self.token_ids is None else "the likeliest"
@@ -185,6 +198,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
         resumed: number of workers that were lost while they held the call.
         resumed_at: output positions at which another worker continued. That worker recomputed the
             KV cache of all earlier tokens with its own weights.
+        lora: the name of the adapter, or None.
     """
 
     worker: int
@@ -200,6 +214,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     _decode: Decode
     _params: SamplingParams
     resumed_at: tuple[int, ...] = ()
+    lora: str | None = None
 
     @property
     def finish_reason(self) -> str:
@@ -230,6 +245,14 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     def versions(self) -> tuple[VersionSpan, ...]:
         """Spans of the policy version over the output tokens, in order, without gaps."""
         return version_spans(self._chunks)
+
+    @cached_property
+    def lora_versions(self) -> tuple[VersionSpan, ...]:
+        """As ``versions``, for the version of the adapter. Empty without an adapter.
+
+        The spans differ from those of ``versions``. Both versions together identify the policy.
+        """
+        return () if self.lora is None else version_spans(self._chunks, lora=True)
 
     @cached_property
     def timing(self) -> Timing:
@@ -367,124 +390,22 @@ def cut_text(
     return text
 
 
-class Chunk(msgspec.Struct, frozen=True, dict=True, eq=False):
-    """New tokens of a stream since the previous chunk.
-
-    Attributes:
-        finish_reason: None until the last chunk, then as in ``Completion``.
-        version: policy version of the tokens.
-    """
-
-    finish_reason: str | None
-    version: int
-    _ids: bytes
-    _logprobs: bytes | None
-    _text: Callable[[], str]
-    _mask: TokenChunk | None = None
-
-    @cached_property
-    def output_ids(self) -> NDArray[np.int32]:
-        """The new tokens, int32 [t], read-only."""
-        return np.frombuffer(self._ids, dtype="<i4")
-
-    @cached_property
-    def logprobs(self) -> NDArray[np.float32] | None:
-        """Logprobs of the new tokens, float32 [t], read-only. None unless requested."""
-        return None if self._logprobs is None else np.frombuffer(self._logprobs, dtype="<f4")
-
-    @property
-    def sampling_mask(self) -> SamplingMask | None:
-        """The tokens that could be drawn at each new position. None unless requested."""
-        return None if self._mask is None else mask_of([self._mask])
-
-    @property
-    def text(self) -> str:
-        """The text that these tokens add.
-
-        Incomplete characters, and characters that may begin a stop string, come with a later chunk.
-        The joined texts of all chunks equal ``Completion.text``.
-        """
-        return self._text()
-
-    def __repr__(self) -> str:
-        return f"<Chunk {len(self._ids) // 4} tokens, finish_reason={self.finish_reason!r}>"
-
-
-class StreamText:
-    """Computes the text that each chunk adds to a growing list of tokens.
-
-    Only the tail is decoded again. The text is final up to the last position where the decoder had
-    no incomplete character. The detokenizers of SGLang and vLLM bound their work in the same way.
-    """
-
-    def __init__(self, decode: Decode, params: SamplingParams) -> None:
-        self._decode = decode
-        self._params = params
-        self._stops = params.stop_strings
-        self._skip = params.skip_special_tokens
-        self._chunks: list[tuple[bytes, str, str | int | None]] = []
-        self._texts: list[str] = []
-        self._ids: list[int] = []
-        self._prefix = 0
-        self._read = 0
-        self._emitted = 0
-        self._pending = ""
-
-    def add(self, chunk: TokenChunk) -> Callable[[], str]:
-        """Add a chunk. Return a function that computes its text on the first call."""
-        index = len(self._chunks)
-        self._chunks.append((chunk.ids, chunk.finish, chunk.stop_match))
-        return lambda: self._text_of(index)
-
-    def _text_of(self, index: int) -> str:
-        while len(self._texts) <= index:
-            self._texts.append(self._advance(*self._chunks[len(self._texts)]))
-        return self._texts[index]
-
-    def _advance(self, ids: bytes, finish: str, stop_match: str | int | None) -> str:
-        new = np.frombuffer(ids, dtype="<i4")
-        self._ids += new.tolist()
-        if finish:
-            whole = cut_text(
-                np.array(self._ids, dtype=np.int32), finish, stop_match, self._decode, self._params
-            )
-            return whole[self._emitted :]
-        before = self._decode(self._ids[self._prefix : self._read], self._skip)
-        whole = self._decode(self._ids[self._prefix :], self._skip)
-        # Move the window only when new text appears, so that it never contains only skipped special
-        # tokens or no tokens: some decoders drop the space before the first word they decode.
-        if len(whole) > len(before) and not whole.endswith("\ufffd"):
-            self._pending += whole[len(before) :]
-            self._prefix, self._read = self._read, len(self._ids)
-        keep = self._held_back()
-        text = self._pending[: len(self._pending) - keep]
-        self._pending = self._pending[len(self._pending) - keep :]
-        self._emitted += len(text)
-        return text
-
-    def _held_back(self) -> int:
-        """Return how many characters at the end could begin a stop string."""
-        longest = 0
-        for stop in self._stops:
-            for size in range(min(len(stop), len(self._pending)), longest, -1):
-                if self._pending.endswith(stop[:size]):
-                    longest = size
-                    break
-        return longest
-
-
-def version_spans(chunks: Sequence[TokenChunk]) -> tuple[VersionSpan, ...]:
+def version_spans(chunks: Sequence[TokenChunk], *, lora: bool = False) -> tuple[VersionSpan, ...]:
     """Return the policy versions over the tokens of a call's chunks.
 
     Adjacent spans of the same version are joined.
+
+    Args:
+        lora: return the versions of the adapter instead.
     """
     spans: list[VersionSpan] = []
     at = 0
     for chunk in chunks:
         end = at + len(chunk.ids) // 4
-        if spans and spans[-1].version == chunk.version:
-            spans[-1] = VersionSpan(spans[-1].start, end, chunk.version)
+        version = chunk.lora_version if lora else chunk.version
+        if spans and spans[-1].version == version:
+            spans[-1] = VersionSpan(spans[-1].start, end, version)
         elif end > at:
-            spans.append(VersionSpan(at, end, chunk.version))
+            spans.append(VersionSpan(at, end, version))
         at = end
     return tuple(spans)

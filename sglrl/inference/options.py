@@ -60,6 +60,7 @@ class SessionOptions(_SamplingOptions, total=False):
     allow_rewrite: bool
     renderer: str | None
     tool_choice: ToolChoice
+    lora: str | None
     reward_weights: Mapping[str, float] | None
 
 
@@ -72,6 +73,7 @@ class GenerateOptions(SamplingOptions, total=False):
     priority: int
     timeout: float | None
     worker: int | None
+    lora: str | None
     sampling: SamplingParams | None
 
 

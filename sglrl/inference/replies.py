@@ -192,6 +192,7 @@ class GenerationReply:
             self.decode,
             self.prepared.params,
             self.resumed_at,
+            (call.args.lora or None) if isinstance(call.args, GenerateArgs) else None,
         )
 
 
@@ -235,14 +236,21 @@ class _WholeReply:
 
 
 class ScoreReply(_WholeReply):
-    """Resolves a future with ``ScoreLogprobs`` of ``count`` tokens, or ``Scores`` with ``top``."""
+    """Resolves a future with ``ScoreLogprobs`` of ``count`` tokens, or ``Scores`` with ``top``.
 
-    __slots__ = ("count", "top")
+    Attributes:
+        lora: an adapter computes the score.
+    """
 
-    def __init__(self, future: asyncio.Future[Any], count: int, top: int) -> None:
+    __slots__ = ("count", "lora", "top")
+
+    def __init__(
+        self, future: asyncio.Future[Any], count: int, top: int, lora: bool = False
+    ) -> None:
         super().__init__(future)
         self.count = count
         self.top = top
+        self.lora = lora
 
     def made(
         self, call: Call, chunk: TokenChunk, frames: Sequence[Buffer]
@@ -253,7 +261,8 @@ class ScoreReply(_WholeReply):
                 f"the worker sent {len(chunk.logprobs) // 4} logprobs of {count} tokens"
             )
         array = np.frombuffer(chunk.logprobs, dtype="<f4")
-        logprobs = ScoreLogprobs(array, _spans(chunk, count))
+        loras = _spans(chunk.lora_parts, chunk.lora_version, count) if self.lora else ()
+        logprobs = ScoreLogprobs(array, _spans(chunk.parts, chunk.version, count), loras)
         if count > 1:
             # A NaN in the KV cache makes all later positions NaN, so the last one is enough.
             _check_number(array[-1], chunk.version)
@@ -295,21 +304,25 @@ class NextTokenReply(_WholeReply):
             chunk.version,
             chunk.cached_tokens,
             call.worker.index,  # type: ignore[union-attr]
+            chunk.lora_version,
         )
 
 
-def _spans(chunk: TokenChunk, count: int) -> tuple[VersionSpan, ...]:
+def _spans(parts: bytes, version: int, count: int) -> tuple[VersionSpan, ...]:
     """Return the version spans of a score of ``count`` tokens.
+
+    Args:
+        parts, version: of the score's ``TokenChunk``.
 
     Raises:
         ProtocolError: the parts of the score do not add up to ``count`` tokens.
     """
-    if not chunk.parts:
-        return (VersionSpan(0, count, chunk.version),)
+    if not parts:
+        return (VersionSpan(0, count, version),)
     spans: list[VersionSpan] = []
     begin = 0
-    if len(chunk.parts) % 8 == 0:
-        for tokens, version in np.frombuffer(chunk.parts, dtype="<i4").reshape(-1, 2).tolist():
+    if len(parts) % 8 == 0:
+        for tokens, version in np.frombuffer(parts, dtype="<i4").reshape(-1, 2).tolist():
             spans.append(VersionSpan(begin, begin + tokens, version))
             begin += tokens
     if begin != count or any(span.stop <= span.start for span in spans):

@@ -16,6 +16,7 @@ from ..errors import InvalidRequest, MessageTooLarge
 from ..weights.port import WeightsPort
 from ..wire.codec import encode
 from ..wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, ScoreArgs
+from .adapters import AdapterPort
 from .completion import Completion, Decode, NextTokenLogprobs
 from .prompts import encode_prompts
 from .replies import ChunkReply, GenerationReply, NextTokenReply, OnChunk, ScoreReply
@@ -48,6 +49,7 @@ class Requests:
         box: TokenizerBox,
         weights: WeightsPort,
         timeout: float | None,
+        adapters: AdapterPort,
     ) -> None:
         self.driver = driver
         self.info = info
@@ -61,6 +63,7 @@ class Requests:
         self._max_ids = self._max_body - _BESIDE_IDS
         self._weights = weights
         self._timeout = timeout
+        self._adapters = adapters
         # Bind the method once: every waiting call would hold a bound method of its own.
         self.decode: Decode = box.decode
 
@@ -99,6 +102,15 @@ class Requests:
                 "the driver (max_queue). Make fewer at a time, or launch with a larger max_queue"
             )
 
+    def lora(self, name: Any) -> str:
+        """Return the name of an adapter; "": none. Raise ``UnknownAdapter`` if it is not loaded."""
+        return "" if name is None else self._adapters.check(name)
+
+    def version(self, lora: str) -> int:
+        """Return a number that differs for two routes if their KV cache differs."""
+        version = self._weights.version
+        return self._adapters.route_version(lora, version) if lora else version
+
     def deadline(self, timeout: Any) -> float | None:
         """Return the deadline of a call. ``deadline_from`` checks the timeout.
 
@@ -134,6 +146,7 @@ class Requests:
         worker: int | None = None,
         begun: Completion | None = None,
         on_chunk: OnChunk | None = None,
+        lora: str = "",
     ) -> tuple[Call, asyncio.Future[Completion]]:
         """Submit a call for one continuation.
 
@@ -148,7 +161,7 @@ class Requests:
         wire = prepared.wire(max_new_tokens, prepared.seed)
         resume = b"" if begun is None else begun.output_ids.tobytes()
         streams = on_chunk is not None
-        args = GenerateArgs(ids, wire, logprobs, top, streams, priority, resume)
+        args = GenerateArgs(ids, wire, logprobs, top, streams, priority, resume, lora)
         if len(ids) + len(wire) + len(resume) > self._max_ids:
             self._check_size(args)
         future: asyncio.Future[Completion] = self.driver.loop.create_future()
@@ -183,6 +196,7 @@ class Requests:
         deadline: float | None,
         priority: int,
         worker: int | None,
+        lora: str,
     ) -> tuple[list[Call], list[asyncio.Future[Completion]]]:
         """Make ``n`` calls for each prompt, without submitting them.
 
@@ -198,13 +212,13 @@ class Requests:
         futures: list[asyncio.Future[Completion]] = []
         for ids in prompts:
             max_new = self.max_new_tokens(prepared, len(ids) // 4)
-            route = self._route(ids, session)
+            route = self._route(ids, lora, session)
             seed = prepared.seed
             args: GenerateArgs | None = None
             for i in range(n):
                 if args is None or seed is not None:
                     wire = prepared.wire(max_new, None if seed is None else seed + i)
-                    args = self._generate_args(ids, wire, logprobs, top, False, priority)
+                    args = self._generate_args(ids, wire, logprobs, top, False, priority, lora)
                 future: asyncio.Future[Completion] = loop.create_future()
                 futures.append(future)
                 calls.append(
@@ -231,6 +245,7 @@ class Requests:
         deadline: float | None,
         priority: int,
         worker: int | None,
+        lora: str,
     ) -> tuple[Call, ChunkReply]:
         """Make a streaming call, without submitting it.
 
@@ -243,12 +258,12 @@ class Requests:
         reply = ChunkReply(GenerationReply(self.decode, future, ids, prepared, logprobs, 0))
         call = Call(
             "generate",
-            self._generate_args(ids, wire, logprobs, 0, True, priority),
+            self._generate_args(ids, wire, logprobs, 0, True, priority, lora),
             reply,
             deadline=deadline,
             priority=priority,
             pinned=worker,
-            route=self._route(ids, session),
+            route=self._route(ids, lora, session),
             idempotent=True,
             stream=True,
             resumable=True,
@@ -264,6 +279,7 @@ class Requests:
         deadline: float | None,
         priority: int,
         worker: int | None,
+        lora: str,
     ) -> tuple[list[Call], list[asyncio.Future[Any]]]:
         """Make one call for each prompt, without submitting them.
 
@@ -295,18 +311,18 @@ class Requests:
                 )
             future: asyncio.Future[Any] = loop.create_future()
             futures.append(future)
-            args = ScoreArgs(ids, start, top, priority, temperature)
+            args = ScoreArgs(ids, start, top, priority, temperature, lora)
             if len(ids) > self._max_ids:
                 self._check_size(args)
             calls.append(
                 Call(
                     "score",
                     args,
-                    ScoreReply(future, count - start, top),
+                    ScoreReply(future, count - start, top, lora != ""),
                     deadline=deadline,
                     priority=priority,
                     pinned=worker,
-                    route=self._route(ids),
+                    route=self._route(ids, lora),
                     idempotent=True,
                 )
             )
@@ -320,13 +336,14 @@ class Requests:
         timeout: Any,
         worker: int | None = None,
         priority: int = 0,
+        lora: str = "",
     ) -> Call:
         """Make a call without submitting it. This checks ``top_k`` and ``timeout``."""
         if len(ids) // 4 > self._most_prompt_tokens:
             self._check_length(len(ids) // 4)
         if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= self.vocab_size):
             raise InvalidRequest(f"top_k must be None or in 1..{self.vocab_size}, got {top_k!r}")
-        args = NextTokenArgs(ids, top_k or 0, priority)
+        args = NextTokenArgs(ids, top_k or 0, priority, lora)
         if len(ids) > self._max_ids:
             self._check_size(args)
         return Call(
@@ -337,7 +354,7 @@ class Requests:
             self.deadline(timeout),
             priority,
             worker,
-            Route(ids, self._weights.version),
+            self._route(ids, lora),
             True,
         )
 
@@ -379,12 +396,19 @@ class Requests:
             )
 
     def _generate_args(
-        self, ids: bytes, wire: Raw, logprobs: bool, top: int, stream: bool, priority: int
+        self,
+        ids: bytes,
+        wire: Raw,
+        logprobs: bool,
+        top: int,
+        stream: bool,
+        priority: int,
+        lora: str,
     ) -> GenerateArgs:
-        args = GenerateArgs(ids, wire, logprobs, top, stream, priority)
+        args = GenerateArgs(ids, wire, logprobs, top, stream, priority, b"", lora)
         if len(ids) + len(wire) > self._max_ids:
             self._check_size(args)
         return args
 
-    def _route(self, ids: bytes, session: str | None = None) -> Route:
-        return Route(ids, self._weights.version, session)
+    def _route(self, ids: bytes, lora: str, session: str | None = None) -> Route:
+        return Route(ids, self.version(lora), session)

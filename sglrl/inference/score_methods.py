@@ -31,6 +31,7 @@ class ScoreMethods(ClientBase):
         timeout: float | None = None,
         worker: int | None = None,
         priority: int = 0,
+        lora: str | None = None,
     ) -> ScoreLogprobs: ...
     @overload
     async def score(
@@ -43,6 +44,7 @@ class ScoreMethods(ClientBase):
         timeout: float | None = None,
         worker: int | None = None,
         priority: int = 0,
+        lora: str | None = None,
     ) -> Scores: ...
     @overload
     async def score(  # type: ignore[overload-overlap]
@@ -55,6 +57,7 @@ class ScoreMethods(ClientBase):
         timeout: float | None = None,
         worker: int | None = None,
         priority: int = 0,
+        lora: str | None = None,
     ) -> list[ScoreLogprobs]: ...
     @overload
     async def score(
@@ -67,6 +70,7 @@ class ScoreMethods(ClientBase):
         timeout: float | None = None,
         worker: int | None = None,
         priority: int = 0,
+        lora: str | None = None,
     ) -> list[Scores]: ...
 
     async def score(
@@ -79,6 +83,7 @@ class ScoreMethods(ClientBase):
         timeout: float | None = None,
         worker: int | None = None,
         priority: int = 0,
+        lora: str | None = None,
     ) -> Any:
         """Return the model's logprobs of given tokens, without generating.
 
@@ -88,7 +93,7 @@ class ScoreMethods(ClientBase):
             start: first position to return. Earlier positions are context only.
             top_logprobs: also return this many most likely tokens at each position.
             temperature: the logits are divided by it, above 0.
-            timeout, worker, priority: as for ``generate``.
+            timeout, worker, priority, lora: as for ``generate``.
 
         Returns:
             ``ScoreLogprobs``, an array float32 [length - start]: ``log p(token i | tokens before
@@ -113,7 +118,14 @@ class ScoreMethods(ClientBase):
         requests.check_top(top_logprobs)
         check_number("temperature", temperature, 0.0, math.inf, open_low=True)
         calls, futures = requests.scores(
-            prompts, start, top_logprobs, float(temperature), deadline, priority, worker
+            prompts,
+            start,
+            top_logprobs,
+            float(temperature),
+            deadline,
+            priority,
+            worker,
+            requests.lora(lora),
         )
         results = await submit_all(requests.driver, calls, futures)
         return results if several else results[0]
@@ -126,6 +138,7 @@ class ScoreMethods(ClientBase):
         worker: int | None = None,
         priority: int = 0,
         timeout: float | None = None,
+        lora: str | None = None,
     ) -> NextTokenLogprobs:
         """Return the distribution of the next token after ``ids``.
 
@@ -136,7 +149,7 @@ class ScoreMethods(ClientBase):
         Args:
             ids: tokens [length].
             top_k: return only the ``top_k`` most likely tokens. None: all tokens, in one raw frame.
-            worker, priority, timeout: as for ``generate``.
+            worker, priority, timeout, lora: as for ``generate``.
 
         Returns:
             ``NextTokenLogprobs``. Its ``version`` is the weight version with which the forward pass
@@ -154,7 +167,9 @@ class ScoreMethods(ClientBase):
             priority, worker, _ = check_target(priority, worker, None)
         checked = check_ids(ids, requests.vocab_size)
         future: asyncio.Future[NextTokenLogprobs] = asyncio.get_running_loop().create_future()
-        call = requests.next_token_call(checked, top_k, future, timeout, worker, priority)
+        call = requests.next_token_call(
+            checked, top_k, future, timeout, worker, priority, requests.lora(lora)
+        )
         requests.driver.submit(call)
         try:
             return await future

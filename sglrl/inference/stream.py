@@ -10,7 +10,8 @@ from ..actors.replies import error_of
 from ..config import check_target
 from ..errors import Closed, InvalidRequest, SglrlError
 from ..wire.calls import ItemKind
-from .completion import Chunk, Completion, StreamText
+from .chunk import Chunk, StreamText
+from .completion import Completion
 from .requests import Requests
 
 
@@ -54,6 +55,7 @@ class Stream:
         priority: int,
         timeout: float | None,
         worker: int | None,
+        lora: str | None,
         sampling: Any,
         values: dict[str, Any],
     ) -> AsyncGenerator[Chunk, None]:
@@ -66,11 +68,12 @@ class Stream:
         prepared = requests.samplings.prepare(sampling, values)
         requests.check_logprobs(logprobs)
         priority, worker, session = check_target(priority, worker, session)
+        name = requests.lora(lora)
         several, prompts = await requests.encode_prompts(prompt, input_ids, messages, template)
         if several:
             raise InvalidRequest("stream takes one prompt; use generate for a list")
         call, reply = requests.stream_call(
-            prompts[0], prepared, logprobs, session, deadline, priority, worker
+            prompts[0], prepared, logprobs, session, deadline, priority, worker, name
         )
         texts = StreamText(requests.decode, prepared.params)
         requests.driver.submit(call)
@@ -88,6 +91,7 @@ class Stream:
                             chunk.logprobs if logprobs else None,
                             texts.add(chunk),
                             chunk if prepared.params.return_sampling_mask else None,
+                            chunk.lora_version,
                         )
                 outcome = reply.outcome
                 if outcome is not None:

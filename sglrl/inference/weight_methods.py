@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from ..errors import UsageError
 from ..weights.local_sender import TensorMetadata
 from ..weights.port import WeightSender
 from ..weights.update_report import UpdateReport
 from ..weights.update_request import UpdateRequest
 from ..weights.verification import differing_tensors
+from .adapters import AdapterPort
 from .client_base import ClientBase
 
 
@@ -17,6 +19,7 @@ class WeightMethods(ClientBase):
     """The weight methods of ``Client``. The client sets these attributes."""
 
     _weights: WeightSender
+    _adapters: AdapterPort
 
     @property
     def weight_version(self) -> int:
@@ -44,6 +47,8 @@ class WeightMethods(ClientBase):
         check_finite: bool = True,
         device: Any = None,
         host: str | None = None,
+        lora: str | None = None,
+        config: Any = None,
     ) -> UpdateReport:
         """Update the weights of all workers while they continue to generate.
 
@@ -87,6 +92,13 @@ class WeightMethods(ClientBase):
                 device.
             host: an address of this process that the workers can reach. None: "127.0.0.1", or with
                 ``launch(hosts=...)`` the address of this machine that the hosts connect to.
+            lora: replace this adapter instead of the model's weights. ``weights`` is then an
+                adapter as for ``load_lora``, and ``version`` is the adapter's own version
+                (``Completion.lora_versions``). Running requests continue with the new adapter.
+                ``inflight`` is "continue", "retract" or "abort", which aborts only the requests of
+                this adapter. ``mode``, ``partial``, ``bucket_bytes``, ``drain_timeout``, ``device``
+                and ``host`` must have their defaults.
+            config: of the adapter, as for ``load_lora``. None: the rank and the scaling stay.
 
         Raises:
             InvalidWeights: names, shapes or dtypes do not fit the model, there is no room, or a
@@ -112,7 +124,16 @@ class WeightMethods(ClientBase):
             wait=wait,
             check_finite=check_finite,
         )
-        return await self._weights.update(weights, request, device=device, host=host)
+        if lora is None:
+            if config is not None:
+                raise UsageError("config= is for an adapter: give its name with lora=")
+            return await self._weights.update(weights, request, device=device, host=host)
+        unused = (mode, partial, bucket_bytes, drain_timeout, device, host)
+        if unused != ("auto", False, None, 600.0, None, None):
+            raise UsageError(
+                "mode, partial, bucket_bytes, drain_timeout, device and host are not for lora="
+            )
+        return await self._adapters.replace(lora, weights, config, request)
 
     async def update_weights_from_disk(
         self,

@@ -16,6 +16,7 @@ from ..core.calls import Call
 from ..core.prefixes import Route
 from ..driver.driver import ENVELOPE_BYTES, Driver, now
 from ..errors import DeadlineExceeded, InvalidRequest, SglrlError, UnknownEndpoint
+from ..inference.adapters import AdapterPort
 from ..inference.number_checks import check_number
 from ..inference.sampling import GRAMMARS, MOST_BIAS, check_grammar, most_top_logprobs
 from ..inference.tokens import in_range
@@ -46,6 +47,7 @@ class Admission:
         weights: has the current version of the weights.
         of_pool: endpoints of the pool as a whole.
         ask: ``ask(peer, request, spec)`` runs an endpoint of the pool for a client.
+        adapters: the loaded adapters.
     """
 
     def __init__(
@@ -57,11 +59,13 @@ class Admission:
         weights: WeightsPort,
         of_pool: Mapping[str, EndpointSpec],
         ask: Callable[[Peer, Request, EndpointSpec], None],
+        adapters: AdapterPort,
     ) -> None:
         self._relay = relay
         self._driver = driver
         self._of_pool = of_pool
         self._ask = ask
+        self._adapters = adapters
         self._vocab_size: int = info.vocab_size
         self._most_prompt: int = info.max_prompt_tokens
         self._most_total: int = info.max_total_tokens
@@ -125,7 +129,7 @@ class Admission:
                 urgent=worker is not None,
                 client=peer.state,
             )
-        args: msgspec.Struct
+        args: GenerateArgs | ScoreArgs | NextTokenArgs
         answer = 0
         try:
             if generate:
@@ -144,6 +148,9 @@ class Admission:
         if session is not None and len(session) > _LONGEST_NAME:
             raise InvalidRequest(f"a session's name has at most {_LONGEST_NAME} characters")
         version = self._weights.version
+        if args.lora:
+            self._adapters.check(args.lora)
+            version = self._adapters.route_version(args.lora, version)
         if number < 0 or session is not None:
             route = Route(ids, version, session)
         else:
@@ -203,6 +210,7 @@ class Admission:
             wanted.stream,
             wanted.priority,
             begun,
+            wanted.lora,
         )
         return args, ids
 

@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from ..config import HEARTBEAT_TIMEOUT, check_timeout
+from ..driver.driver import Driver
+from ..errors import UnknownAdapter
+from ..inference.adapters import LoraInfo
 from ..inference.client import Client
 from ..weights.deadline import Deadline, turn
 from ..weights.update_report import UpdateReport
 from ..weights.update_request import UpdateRequest
+from ..wire.engine import EngineInfo
 from ..wire.processes import ClientKeys
 from .pool import CONNECT_SECONDS, RemotePool, a_bit_more, not_here
 
@@ -36,6 +41,33 @@ class _RemotePausing:
     async def abort(self, worker: int | None, timeout: float | None) -> int:
         ended: int = await self._pool.ask("abort", worker, timeout, timeout=a_bit_more(timeout))
         return ended
+
+
+class _RemoteAdapters:
+    """Adapters of the owning pool. It checks the names of adapters in calls."""
+
+    loaded: Mapping[str, LoraInfo] = {}
+
+    async def start(self, driver: Driver, info: EngineInfo) -> None: ...
+
+    def check(self, name: Any) -> str:
+        if not isinstance(name, str) or not name:
+            raise UnknownAdapter(f"lora must be the name of an adapter, got {name!r}")
+        return name
+
+    def route_version(self, name: str, version: int) -> int:
+        return version
+
+    async def load(self, name: Any, adapter: Any, config: Any, timeout: float) -> LoraInfo:
+        raise not_here("adapters are loaded")
+
+    async def replace(
+        self, name: Any, adapter: Any, config: Any, request: UpdateRequest
+    ) -> UpdateReport:
+        raise not_here("adapters are replaced")
+
+    async def unload(self, name: Any, timeout: float) -> None:
+        raise not_here("adapters are unloaded")
 
 
 class _RemoteSender:
@@ -144,9 +176,9 @@ def connect(
     """Return a client for another process's pool: ``async with sglrl.connect(address) as client``.
 
     The client has the functions of the ``Client`` of that process, except adding and removing
-    workers. The pool routes its calls together with all other calls. In ``update_weights`` this
-    process sends the weights; all updates use the ``device`` and ``host`` of the first update.
-    Exiting the block does not change the pool.
+    workers, and adapters. The pool routes its calls together with all other calls. In
+    ``update_weights`` this process sends the weights; all updates use the ``device`` and ``host``
+    of the first update. Exiting the block does not change the pool.
 
     Args:
         address: ``client.address`` in the process that called ``launch``. It holds a secret.
@@ -204,5 +236,6 @@ def client_of(
         timeout=timeout,
         sender=_RemoteSender(pool, keys, insecure),
         pausing=_RemotePausing(pool),
+        adapters=_RemoteAdapters(),
         serve=lambda client: _PoolAddress(address, pool),
     )

@@ -136,6 +136,7 @@ class PoolServer(DriverListener):
             pool.weights,
             endpoints_of(PoolEndpoints),
             self._ask,
+            client._adapters,
         )
         self._watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()

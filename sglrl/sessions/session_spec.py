@@ -73,6 +73,7 @@ class SessionSpec:
         priority: int = 0,
         metadata: Mapping[str, Any] | None = None,
         reward_weights: Mapping[str, SupportsFloat] | None = None,
+        lora: str | None = None,
         sampling: SamplingParams | None = None,
         promptless: bool = False,
         **values: Any,
@@ -90,6 +91,7 @@ class SessionSpec:
         self.client = client
         self.requests = client._started()
         self.weights = client._pool.weights
+        self.lora = self.requests.lora(lora)
         self.allow_rewrite = bool(allow_rewrite)
         self.renderer: Renderer | None = None
         """Parses and extends the conversation. Known after ``ids``."""
@@ -177,6 +179,7 @@ class SessionSpec:
             self.client,
             timeout=self.timeout,
             priority=self.priority if priority is None else priority,
+            lora=self.lora or None,
             sampling=self.sampling,
             **self.values,
             **prompt,

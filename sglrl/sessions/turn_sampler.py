@@ -130,7 +130,7 @@ class TurnSampler:
                 running[self] = version
             if not ids.startswith(self._route.tokens):
                 self._route = Route(b"")
-            self._route.extend(ids, version)
+            self._route.extend(ids, spec.requests.version(spec.lora))
             call, future = spec.requests.sample(
                 ids,
                 prepared,
@@ -143,6 +143,7 @@ class TurnSampler:
                 None,
                 completion,
                 on_chunk,
+                spec.lora,
             )
             self.call = call
             try:

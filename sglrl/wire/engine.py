@@ -12,6 +12,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     accelerations: names of sglrl's accelerations of SGLang that are on.
     tokenizer: folder or name of the tokenizer; "": that of the model.
+    max_lora_rank: the largest rank of an adapter; 0: the engine takes no adapters.
+    lora_target_modules: the last parts of the names of the modules that adapters may change.
+    max_loaded_loras: how many adapters may be loaded; 0: any number.
     """
 
     model: str
@@ -29,6 +32,9 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int = 1
     accelerations: tuple[str, ...] = ()
     tokenizer: str = ""
+    max_lora_rank: int = 0
+    lora_target_modules: tuple[str, ...] = ()
+    max_loaded_loras: int = 0
 
 
 class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -65,6 +71,7 @@ class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     sampling: msgpack of ``Sampling``. The client encodes each distinct value once.
     resume: int32 [r], tokens that another worker has already generated for this call. They count
         in every limit, and are not sent back.
+    lora: the name of an adapter; "": none.
     """
 
     input_ids: bytes
@@ -74,6 +81,7 @@ class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     stream: bool = False
     priority: int = 0
     resume: bytes = b""
+    lora: str = ""
 
 
 class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -91,6 +99,8 @@ class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
     mask_ids: int32 [m], the token ids that could be drawn at each position, one position after the
         other; empty if they are not wanted.
     mask_lengths: int32 [t], the number of ids at each position, or empty.
+    lora_version: of the adapter that sampled all of these tokens.
+    lora_parts: as ``parts``, with versions of the adapter. Empty if ``lora_version`` computed all.
     """
 
     ids: bytes
@@ -104,6 +114,8 @@ class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
     parts: bytes = b""
     mask_ids: bytes = b""
     mask_lengths: bytes = b""
+    lora_version: int = 0
+    lora_parts: bytes = b""
 
 
 class ScoreArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -120,6 +132,7 @@ class ScoreArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     top_logprobs: int = 0
     priority: int = 0
     temperature: float = 1.0
+    lora: str = ""
 
 
 class NextTokenArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -135,6 +148,7 @@ class NextTokenArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     input_ids: bytes
     top_k: int = 0
     priority: int = 0
+    lora: str = ""
 
 
 class PauseArgs(msgspec.Struct, array_like=True, frozen=True):
@@ -158,13 +172,59 @@ class WeightNames(msgspec.Struct, array_like=True, frozen=True):
     names: list[str]
 
 
-class TensorValue(msgspec.Struct, array_like=True, frozen=True):
-    """A tensor: its name, its dtype and shape in torch's terms, and its bytes in C order."""
+class TensorValue(msgspec.Struct, array_like=True, gc=False, frozen=True):
+    """A tensor, contiguous.
+
+    name: in the checkpoint, or, of an adapter, in PEFT's file.
+    dtype: as torch prints it, without "torch.".
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     data: bytes
+
+
+class LoraPart(msgspec.Struct, array_like=True, frozen=True):
+    """Arguments of ``lora_part``: some tensors of the adapter that upload ``serial`` brings."""
+
+    serial: int
+    tensors: list[TensorValue]
+
+
+class LoraPrepare(msgspec.Struct, array_like=True, frozen=True):
+    """Arguments of ``lora_prepare``: all tensors have arrived. Check them, and prepare the adapter.
+
+    rank: of the adapter.
+    scaling: the factor of its update of a module.
+    """
+
+    serial: int
+    rank: int
+    scaling: float
+
+
+class LoraCommit(msgspec.Struct, array_like=True, frozen=True):
+    """Arguments of ``lora_commit``: make a prepared adapter live, in place of its older version.
+
+    Answered with the milliseconds in which no step could run. Without effect if it is live.
+
+    inflight: "continue", "retract" or "abort"; see ``Client.update_weights``.
+    """
+
+    serial: int
+    name: str
+    version: int
+    inflight: str = "continue"
+
+
+class LoraKeep(msgspec.Struct, array_like=True, frozen=True):
+    """Arguments of ``lora_keep``: drop all adapters and uploads but those of ``serials``.
+
+    Requests that use a dropped adapter end with ``UnknownAdapter``.
+    """
+
+    serials: list[int]
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

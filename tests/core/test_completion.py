@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglrl.inference.completion import Chunk, Completion, VersionSpan, version_spans
+from sglrl.inference.chunk import Chunk
+from sglrl.inference.completion import Completion, VersionSpan, version_spans
 from sglrl.inference.sampling import SamplingParams
 from sglrl.inference.tokens import TokenizerBox
 from sglrl.wire.engine import TokenChunk

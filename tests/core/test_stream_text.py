@@ -9,7 +9,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from sglrl.inference.completion import Decode, StreamText, cut_text
+from sglrl.inference.chunk import StreamText
+from sglrl.inference.completion import Decode, cut_text
 from sglrl.inference.sampling import SamplingParams
 from sglrl.wire.engine import TokenChunk
 

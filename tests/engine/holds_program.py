@@ -38,7 +38,9 @@ class Rank:
         self.committed: dict[int, str] = {}
         self.scheduler: Any = SimpleNamespace(
             sglrl_adapter=SimpleNamespace(
-                weight_commands=SimpleNamespace(put=self.commands.append, expect_none=lambda: None)
+                draining=SimpleNamespace(
+                    commands=SimpleNamespace(put=self.commands.append, expect_none=lambda: None)
+                )
             ),
             tp_worker=SimpleNamespace(model_runner=SimpleNamespace(sglrl_pages=None)),
             waiting_queue=[],

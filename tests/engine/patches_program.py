@@ -1,6 +1,6 @@
 """Find everything in SGLang that our code replaces, wraps or overrides, and print it as JSON.
 
-Run it in the folder of tests: ``python -m engine.patches_program MODEL``.
+Run it in the folder of tests: ``python -m engine.patches_program MODEL [lora]``.
 """
 
 from __future__ import annotations
@@ -58,7 +58,14 @@ def wrapped(instance: Any, theirs: type) -> Iterator[str]:
 
 def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        scheduler: Any = make_scheduler(sys.argv[1], f"{folder}/rendezvous")
+        arguments: dict[str, Any] = {}
+        if sys.argv[2:] == ["lora"]:
+            arguments = {
+                "enable_lora": True,
+                "max_lora_rank": 8,
+                "lora_target_modules": ["q_proj"],
+            }
+        scheduler: Any = make_scheduler(sys.argv[1], f"{folder}/rendezvous", **arguments)
         runner = scheduler.tp_worker.model_runner
         results = type(scheduler.batch_result_processor)
         found = {

@@ -25,7 +25,7 @@ from .programs import run_program
 
 BY_NAME = {patch.name: patch for patch in PATCHES}
 ARGUMENTS = SimpleNamespace(
-    enable_deterministic_inference=False, rl_on_policy_target=None, tp_size=1
+    enable_deterministic_inference=False, rl_on_policy_target=None, tp_size=1, enable_lora=False
 )
 
 
@@ -46,8 +46,14 @@ def test_known_sources_have_no_unused_entry() -> None:
     assert set(KNOWN) == {t for patch in PATCHES for t in (*patch.wraps, *patch.reads)}
 
 
-def test_all_code_that_we_replace_is_declared(qwen: Path) -> None:
-    declared = {target for patch in PATCHES if patch.device != "cuda" for target in patch.wraps}
+@pytest.mark.parametrize("lora", [False, True])
+def test_all_code_that_we_replace_is_declared(qwen: Path, lora: bool) -> None:
+    declared = {
+        target
+        for patch in PATCHES
+        if patch.device != "cuda" and (lora or not patch.lora)
+        for target in patch.wraps
+    }
     # These are not functions: a flag, a number, a table, a module.
     values = {
         "sglang.srt.layers.rotary_embedding.base:_is_cpu",
@@ -55,7 +61,10 @@ def test_all_code_that_we_replace_is_declared(qwen: Path) -> None:
         "sglang.srt.layers.attention.attention_registry:ATTENTION_BACKENDS",
         "sglang.srt.utils.common:parse_lscpu_topology",
     }
-    assert set(run_program("patches_program", qwen)) == declared - values
+    if lora:
+        # Engines that take adapters do not use short_prefill.
+        values.add("sglang.srt.model_executor.model_runner:ModelRunner.forward")
+    assert set(run_program("patches_program", qwen, *["lora"] * lora)) == declared - values
 
 
 def test_an_undeclared_second_patch_of_a_method_is_rejected() -> None:
@@ -88,7 +97,8 @@ def test_the_environment_selects_accelerations(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_selected_accelerations() -> None:
-    corrections = {patch.name for patch in PATCHES if not patch.acceleration} - {"cpu_kernels"}
+    corrections = {patch.name for patch in PATCHES if not (patch.acceleration or patch.lora)}
+    corrections -= {"cpu_kernels"}
     assert used(setup(accelerations=())) == corrections
     assert used(setup(accelerations=("queries",))) == corrections | {"queries"}
     assert "cpu_attention" not in used(setup())

@@ -21,6 +21,7 @@ from sglrl.core.driver_listener import DriverListener
 from sglrl.core.members import READY
 from sglrl.driver.driver import Driver
 from sglrl.driver.worker_info import WorkerInfo
+from sglrl.inference.adapters import PoolAdapters
 from sglrl.inference.client import Client
 from sglrl.inference.engine_controls import PoolPausing
 from sglrl.remote.server import PoolServer
@@ -239,7 +240,15 @@ class Pool(DriverListener):
         pool = cast(Any, self)
         sender, serve = LocalSender(self.weights), partial(PoolServer, pool)
         pausing = PoolPausing(pool)
-        return Client(pool, model="none", timeout=None, sender=sender, pausing=pausing, serve=serve)
+        return Client(
+            pool,
+            model="none",
+            timeout=None,
+            sender=sender,
+            pausing=pausing,
+            adapters=PoolAdapters(pool, lambda worker, reason: None),
+            serve=serve,
+        )
 
 
 @contextlib.contextmanager

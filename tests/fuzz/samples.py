@@ -31,9 +31,14 @@ from sglrl.wire.codec import Result, encode
 from sglrl.wire.engine import (
     EngineInfo,
     GenerateArgs,
+    LoraCommit,
+    LoraKeep,
+    LoraPart,
+    LoraPrepare,
     NextTokenArgs,
     Sampling,
     ScoreArgs,
+    TensorValue,
     TokenChunk,
 )
 from sglrl.wire.remote import BytesRead, FromClient, Hello, Leave, Request, Requests
@@ -187,6 +192,9 @@ def from_rank() -> list[list[bytes]]:
     return _encoded(messages, FromRank)
 
 
+LORA_TENSOR = TensorValue("base_model.model.q_proj.lora_A.weight", "float32", (1, 2), b"\0" * 8)
+
+
 def to_worker() -> list[list[bytes]]:
     body, frames = ARRAY
     prompt = ids(3, 1, 4)
@@ -201,6 +209,17 @@ def to_worker() -> list[list[bytes]]:
                     CallMessage(4, "score", raw(ScoreArgs(prompt, 1, 2))),
                     CallMessage(11, "next_token_logprobs", raw(NextTokenArgs(prompt))),
                     CallMessage(12, "next_token_logprobs", raw(NextTokenArgs(prompt, 2))),
+                ]
+            ),
+            [],
+        ),
+        (
+            Submit(
+                [
+                    CallMessage(13, "lora_part", raw(LoraPart(1, [LORA_TENSOR]))),
+                    CallMessage(14, "lora_prepare", raw(LoraPrepare(1, 2, 0.5))),
+                    CallMessage(15, "lora_commit", raw(LoraCommit(1, "a", 0))),
+                    CallMessage(16, "lora_keep", raw(LoraKeep([1, 2]))),
                 ]
             ),
             [],

@@ -178,7 +178,7 @@ def test_nothing_is_no_prompt(model: AsyncSGLTransformer) -> None:
     assert asyncio.run(model.batch_sample([], 3, [])) == []
 
 
-def test_adapters_are_refused(model: AsyncSGLTransformer) -> None:
+def test_unknown_adapters_are_refused(model: AsyncSGLTransformer) -> None:
     """genlm passes adapter names, and None for the model itself."""
     asks: list[Callable[..., Any]] = [
         lambda name: asyncio.run(model.next_token_logprobs([1], lora_name=name)),
@@ -190,7 +190,7 @@ def test_adapters_are_refused(model: AsyncSGLTransformer) -> None:
     ]
     for ask in asks:
         ask(None)
-        with pytest.raises(ValueError, match="adapters"):
+        with pytest.raises(sglrl.UnknownAdapter, match="no adapter 'poems' is loaded"):
             ask("poems")
 
 

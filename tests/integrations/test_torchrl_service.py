@@ -12,6 +12,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -339,8 +340,11 @@ def test_vllms_prompts(replicas: AsyncSGLang) -> None:
             replicas.generate(wrong)
     with pytest.raises(ValueError, match="Cannot provide both 'input_ids' and 'prompt_token_ids'"):
         replicas.generate(input_ids=[1], prompt_token_ids=[1])
-    with pytest.raises(ValueError, match="adapters are not served"):
+    with pytest.raises(ValueError, match="has no lora_name"):
         replicas.generate(prompt_token_ids=[1], lora_request=object())
+    for request in ("poems", SimpleNamespace(lora_name="poems", lora_int_id=1, lora_path="x")):
+        with pytest.raises(sglrl.UnknownAdapter, match="no adapter 'poems' is loaded"):
+            replicas.generate(prompt_token_ids=[1], lora_request=request)
 
 
 def test_vllms_names_start_the_same_replicas(tiny: Path) -> None:

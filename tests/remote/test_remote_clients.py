@@ -221,11 +221,9 @@ async def test_a_call_that_cannot_be_encoded_fails_alone(
     class Unencodable(GenerateArgs, frozen=True):
         what: object = 1j
 
-    def make(
-        ids: bytes, wire: Any, logprobs: bool, top: int, stream: bool, priority: int, resume: bytes
-    ) -> GenerateArgs:
-        made = Unencodable if priority == 7 else GenerateArgs
-        return made(ids, wire, logprobs, top, stream, priority, resume)
+    def make(ids: bytes, wire: Any, *others: Any) -> GenerateArgs:
+        made = Unencodable if others[3] == 7 else GenerateArgs
+        return made(ids, wire, *others)
 
     monkeypatch.setattr("sglrl.inference.requests.GenerateArgs", make)
     made = await asyncio.gather(

@@ -16,6 +16,9 @@ Engine arguments:
 * ``max_running_requests`` (default: no limit): further requests wait, in the order of arrival.
 * ``vocab_size``, ``context_length``: the limits that the engine reports.
 * ``fail_start``: the start raises ``RuntimeError`` with this text.
+* ``max_lora_rank`` (default 0: no adapters), ``lora_target_modules``, ``max_loaded_loras``: the
+  limits for adapters, which do not change the output. ``fail_lora``: a path; a worker that finds
+  a file there removes it, and cannot prepare the adapter.
 * ``hang_file``: a path. A worker that finds a file there in a step removes the file and hangs.
 """
 
@@ -32,12 +35,16 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from sglrl.errors import InvalidRequest
+from sglrl.errors import InvalidAdapter, InvalidRequest, UnknownAdapter
 from sglrl.wire.calls import ItemKind
 from sglrl.wire.engine import (
     EngineInfo,
     EngineStats,
     GenerateArgs,
+    LoraCommit,
+    LoraKeep,
+    LoraPart,
+    LoraPrepare,
     NextTokenArgs,
     ProfileArgs,
     Sampling,
@@ -73,6 +80,7 @@ class _Running(msgspec.Struct):
     mask: bool
     done: int = 0
     sent: int = 0
+    lora: str = ""
 
 
 class FakeEngine:
@@ -93,6 +101,13 @@ class FakeEngine:
         self.vocab_size = int(options.get("vocab_size", 1 << 17))
         self.context_length = int(options.get("context_length", 32_768))
         self.hang_file = Path(options["hang_file"]) if "hang_file" in options else None
+        self.max_lora_rank = int(options.get("max_lora_rank", 0))
+        self.lora_modules = tuple(options.get("lora_target_modules", ()))
+        self.max_loras = int(options.get("max_loaded_loras", 0))
+        self.fail_lora = Path(options["fail_lora"]) if "fail_lora" in options else None
+        self.loras: dict[str, LoraCommit] = {}
+        self.prepared: set[int] = set()
+        """Serials of adapters that are not live: at most one."""
         self.requests: dict[int, _Running] = {}
         self.paused = False
         self.later: dict[int, Callable[[], None]] = {}
@@ -128,6 +143,8 @@ class FakeEngine:
                 f"{count} tokens and {sampling.max_new_tokens} new ones do not fit a context of "
                 f"{self.context_length}"
             )
+        check_top(args.top_logprobs, self.vocab_size)
+        self._check_lora(args.lora)
         self.prompted += count
         self.requests[id_] = _Running(
             args.input_ids,
@@ -138,6 +155,7 @@ class FakeEngine:
             sampling.return_sampling_mask,
             done,
             done,
+            args.lora,
         )
 
     def score(self, id_: int, args: ScoreArgs) -> None:
@@ -145,6 +163,7 @@ class FakeEngine:
         if not 0 <= args.start < count:
             raise InvalidRequest(f"start={args.start} is not within the {count} tokens given")
         check_top(args.top_logprobs, self.vocab_size)
+        self._check_lora(args.lora)
         count -= args.start
         top = args.top_logprobs
         falling = self.falling[:top] / np.float32(args.temperature)
@@ -154,6 +173,7 @@ class FakeEngine:
             "stop",
             top_ids=np.tile(np.arange(top, dtype="<i4"), count).tobytes(),
             top_logprobs=np.tile(falling, count).tobytes(),
+            lora_version=self._lora_version(args.lora),
         )
         self._when_running(id_, partial(self.mailbox.put, id_, ItemKind.DONE, chunk))
 
@@ -161,6 +181,7 @@ class FakeEngine:
         if len(args.input_ids) < 4:
             raise InvalidRequest("there is no token given")
         check_top(args.top_k, self.vocab_size)
+        self._check_lora(args.lora)
         last = int.from_bytes(args.input_ids[-4:], "little")
         if args.top_k:
             ids = (np.arange(args.top_k, dtype="<i4") + last) % self.vocab_size
@@ -171,6 +192,40 @@ class FakeEngine:
         else:
             row = np.roll(self.falling, last).tobytes()
             self._when_running(id_, partial(self.mailbox.put_row, id_, TokenChunk(b""), row))
+
+    def adapters(self, id_: int, args: LoraPart | LoraPrepare | LoraCommit | LoraKeep) -> None:
+        if not self.max_lora_rank:
+            raise InvalidRequest("the engine takes no adapters")
+        answer = None
+        match args:
+            case LoraPrepare():
+                if self.fail_lora is not None and self.fail_lora.exists():
+                    self.fail_lora.unlink()
+                    raise InvalidAdapter("the adapter does not fit this worker")
+                if self.prepared - {args.serial}:
+                    raise InvalidRequest(f"the adapters {self.prepared} were not given up")
+                self.prepared.add(args.serial)
+            case LoraCommit():
+                answer = 0.0
+                self.prepared.remove(args.serial)
+                self.loras[args.name] = args
+            case LoraKeep():
+                self.prepared.intersection_update(args.serials)
+                for name in [n for n, one in self.loras.items() if one.serial not in args.serials]:
+                    del self.loras[name]
+                    for request, running in [*self.requests.items()]:
+                        if running.lora == name:
+                            del self.requests[request]
+                            error = f"the adapter {name!r} was unloaded"
+                            self.mailbox.put_error(request, UnknownAdapter.__name__, error)
+        self.mailbox.put_value(id_, answer)
+
+    def _check_lora(self, name: str) -> None:
+        if name and name not in self.loras:
+            raise UnknownAdapter(f"no adapter {name!r} is loaded")
+
+    def _lora_version(self, name: str) -> int:
+        return self.loras[name].version if name else 0
 
     def _when_running(self, id_: int, answer: Callable[[], None]) -> None:
         self.request_steps += 1
@@ -236,6 +291,7 @@ class FakeEngine:
             ids,
             self.table[begin:end] if request.logprobs else b"",
             finish,
+            lora_version=self._lora_version(request.lora),
         )
         if top := request.top:
             count = request.done - request.sent
@@ -304,4 +360,7 @@ class FakeEngine:
             max_total_tokens=self.context_length,
             eos_token_ids=[],
             kv_cache_tokens=1 << 20,
+            max_lora_rank=self.max_lora_rank,
+            lora_target_modules=self.lora_modules,
+            max_loaded_loras=self.max_loras,
         )

@@ -13,6 +13,10 @@ from sglrl.wire.engine import (
     EngineInfo,
     EngineStats,
     GenerateArgs,
+    LoraCommit,
+    LoraKeep,
+    LoraPart,
+    LoraPrepare,
     NextTokenArgs,
     ProfileArgs,
     ScoreArgs,
@@ -81,6 +85,16 @@ class Engine(Protocol):
 
     def resume(self, id_: int) -> None:
         """Make steps again after ``pause``, then answer through ``Mailbox.put_value``."""
+        ...
+
+    def adapters(self, id_: int, args: LoraPart | LoraPrepare | LoraCommit | LoraKeep) -> None:
+        """Execute a call that concerns LoRA adapters, then answer through ``Mailbox.put_value``.
+
+        The type of ``args`` documents the call.
+
+        Raises:
+            InvalidRequest: the engine takes no adapters.
+        """
         ...
 
     def flush_cache(self, id_: int) -> None:

@@ -17,7 +17,7 @@ from ...errors import Closed, InvalidRequest, UsageError
 from ...inference.client import Client
 from ...inference.tokens import check_ids
 from .engine_loop import EngineLoop
-from .queries import Queries
+from .queries import Key, Queries
 from .vocabulary import Token, token_bytes, token_strings
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         byte_vocab: ``Token`` by id: the bytes of each token.
         str_vocab: the text of each token, by id. If the bytes are not UTF-8, the tokenizer's name
             of the token.
-        cache: results by token ids, as int32 bytes; None without ``cache_size``.
+        cache: results without adapters by token ids, as int32 bytes; None without ``cache_size``.
 
     Args:
         client: a running ``sglrl.Client`` or ``BlockingClient``. The caller keeps ownership.
@@ -163,22 +163,21 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         """Return the log-probabilities of the next token after these: float32 [v].
 
         Raises:
-            ValueError: ``token_ids`` is empty, or ``lora_name`` is given. Adapters are not
-                supported.
+            ValueError: ``token_ids`` is empty.
+            UnknownAdapter: ``lora_name`` is not None, and ``client.load_lora`` has loaded no
+                adapter of this name.
             InvalidRequest, Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: as in
                 ``Client.next_token_logprobs``.
         """
-        _no_adapter(lora_name)
-        found = self._ask(self._key(token_ids))
+        found = self._ask(self._key(token_ids, lora_name))
         return found if isinstance(found, torch.Tensor) else await found
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Sequence[int]], lora_name: str | None = None
     ) -> torch.Tensor:
         """``next_token_logprobs`` for n prompts: float32 [n, v], also for n = 0."""
-        _no_adapter(lora_name)
         # Check all prompts before the first query is submitted.
-        keys = [self._key(token_ids) for token_ids in token_ids_list]
+        keys = [self._key(token_ids, lora_name) for token_ids in token_ids_list]
         found = [self._ask(key) for key in keys]
         waiting = [f for f in found if not isinstance(f, torch.Tensor)]
         await asyncio.gather(*waiting)
@@ -189,15 +188,13 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         self, token_ids: Sequence[int], lora_name: str | None = None
     ) -> torch.Tensor:
         """``next_token_logprobs``, but blocks the calling thread."""
-        _no_adapter(lora_name)
-        return self._wait([token_ids])[0]
+        return self._wait([token_ids], lora_name)[0]
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Iterable[Sequence[int]], lora_name: str | None = None
     ) -> torch.Tensor:
         """``batch_next_token_logprobs``, but blocks the calling thread."""
-        _no_adapter(lora_name)
-        return self._stack(self._wait(token_ids_list))
+        return self._stack(self._wait(token_ids_list, lora_name))
 
     async def sample(
         self,
@@ -220,14 +217,13 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         Raises:
             ValueError: the temperature is negative.
         """
-        _no_adapter(lora_name)
         if not temperature >= 0:
             raise UsageError(f"temperature must be at least 0, got {temperature}")
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         prompt = list(prompt_token_ids)
         sampled: list[int] = []
         while len(sampled) < max_tokens:
-            logprobs = await self.next_token_logprobs(prompt + sampled)
+            logprobs = await self.next_token_logprobs(prompt + sampled, lora_name)
 
             def draw(logprobs: torch.Tensor = logprobs) -> int:
                 if temperature == 0:
@@ -288,7 +284,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         self._queries.forget()
         self.clear_cache()
 
-    def _key(self, token_ids: Sequence[int]) -> bytes:
+    def _key(self, token_ids: Sequence[int], lora_name: str | None) -> Key:
         try:
             none = not len(token_ids)
         except TypeError:
@@ -296,14 +292,18 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
             none = False
         if none:
             raise InvalidRequest("there are no token ids: at least one is needed")
-        return check_ids(token_ids, self._vocab_size)
+        ids = check_ids(token_ids, self._vocab_size)
+        if lora_name is None:
+            return ids
+        requests = self._engine._started()
+        return ids, lora_name, requests.version(requests.lora(lora_name))
 
     def _stack(self, rows: list[torch.Tensor]) -> torch.Tensor:
         return torch.stack(rows) if rows else torch.empty(0, self._vocab_size)
 
-    def _cached(self, key: bytes) -> torch.Tensor | None:
+    def _cached(self, key: Key) -> torch.Tensor | None:
         cache = self.cache
-        if cache is not None:
+        if cache is not None and isinstance(key, bytes):
             try:
                 found = cache[key]
                 cache.move_to_end(key)
@@ -321,13 +321,15 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
             while len(cache) > self._cache_size:
                 cache.popitem(last=False)
 
-    def _ask(self, key: bytes) -> torch.Tensor | asyncio.Future[torch.Tensor]:
+    def _ask(self, key: Key) -> torch.Tensor | asyncio.Future[torch.Tensor]:
         found = self._cached(key)
         return self._queries.ask(key) if found is None else found
 
-    def _wait(self, token_ids_list: Iterable[Sequence[int]]) -> list[torch.Tensor]:
+    def _wait(
+        self, token_ids_list: Iterable[Sequence[int]], lora_name: str | None
+    ) -> list[torch.Tensor]:
         self._loop.check_not_here()
-        keys = [self._key(token_ids) for token_ids in token_ids_list]
+        keys = [self._key(token_ids, lora_name) for token_ids in token_ids_list]
         found = [self._cached(key) for key in keys]
         asked = [key for key, cached in zip(keys, found, strict=True) if cached is None]
         waiting = iter(self._queries.ask_from_thread(asked))
@@ -337,11 +339,6 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         if elements < _LARGE:
             return work()
         return await asyncio.get_running_loop().run_in_executor(None, work)
-
-
-def _no_adapter(lora_name: str | None) -> None:
-    if lora_name is not None:
-        raise UsageError(f"lora_name must be None, got {lora_name!r}: adapters are not served")
 
 
 def load_model_by_name(

@@ -33,6 +33,11 @@ with warnings.catch_warnings():
     torch.from_numpy(np.frombuffer(b"\0\0\0\0", dtype=np.float32))
 
 
+Key = bytes | tuple[bytes, str, int]
+"""A prompt's token ids, as int32 bytes. With an adapter: also its name, and a number that differs
+for each of its versions."""
+
+
 class _Query:
     """One pending request for a distribution, and the futures that wait for it.
 
@@ -41,7 +46,7 @@ class _Query:
 
     __slots__ = ("_queries", "call", "key", "waiters")
 
-    def __init__(self, queries: Queries, key: bytes) -> None:
+    def __init__(self, queries: Queries, key: Key) -> None:
         self._queries = queries
         self.key = key
         self.waiters: list[Waiter] = []
@@ -60,8 +65,6 @@ class _Query:
 class Queries:
     """The pending queries of a model.
 
-    A key is a prompt's token ids, as int32 bytes.
-
     Attributes:
         inflight: pending queries by key. Later queries with the same key join them.
         unanswered: all pending queries, including those that no query may join.
@@ -69,7 +72,8 @@ class Queries:
     Args:
         engine: the client that runs the queries.
         loop: its event loop.
-        keep: called on ``loop`` with each key and result that the current weights computed.
+        keep: called on ``loop`` with each prompt's token ids and its result, if the current
+            weights computed it without an adapter.
         top_k: as in ``AsyncSGLTransformer``.
         timeout: as in ``AsyncSGLTransformer``.
     """
@@ -90,15 +94,15 @@ class Queries:
         self._vocab_size = engine.info.vocab_size
         self._deliveries = Deliveries(loop.loop)
         # By loop. Only the loop's own thread uses its entry.
-        self._asked: dict[asyncio.AbstractEventLoop, list[tuple[bytes, Any]]] = {}
+        self._asked: dict[asyncio.AbstractEventLoop, list[tuple[Key, Any]]] = {}
         """Keys and futures of the loop's current tick."""
         # Used only on the engine's loop:
-        self.inflight: dict[bytes, _Query] = {}
+        self.inflight: dict[Key, _Query] = {}
         self.unanswered: set[_Query] = set()
 
     # --- on the caller's thread -------------------------------------------------------------------
 
-    def ask(self, key: bytes) -> asyncio.Future[torch.Tensor]:
+    def ask(self, key: Key) -> asyncio.Future[torch.Tensor]:
         """Submit a query, together with all others of this tick of the running loop."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[torch.Tensor] = loop.create_future()
@@ -118,9 +122,7 @@ class Queries:
         except Closed as error:
             self._deliveries.arrive(loop, [(waiter.future, error) for _, waiter in asked])
 
-    def ask_from_thread(
-        self, keys: Sequence[bytes]
-    ) -> list[concurrent.futures.Future[torch.Tensor]]:
+    def ask_from_thread(self, keys: Sequence[Key]) -> list[concurrent.futures.Future[torch.Tensor]]:
         """Submit queries together. The caller may block until they are answered.
 
         Raises:
@@ -147,7 +149,7 @@ class Queries:
         """Let new queries not join pending ones, which old weights may answer."""
         self.inflight.clear()
 
-    def _submit(self, asked: list[tuple[bytes, Waiter]], begin: int = 0) -> None:
+    def _submit(self, asked: list[tuple[Key, Waiter]], begin: int = 0) -> None:
         end = begin + _AT_ONCE
         if end < len(asked):
             # A long batch would also keep the interpreter lock from the callers' loops.
@@ -163,7 +165,10 @@ class Queries:
             try:
                 future: Any = query
                 requests = self._engine._started()
-                query.call = requests.next_token_call(key, self._top_k, future, self._timeout)
+                ids, lora, _ = (key, "", 0) if isinstance(key, bytes) else key
+                query.call = requests.next_token_call(
+                    ids, self._top_k, future, self._timeout, lora=lora and requests.lora(lora)
+                )
                 requests.driver.submit(query.call)
             except SglrlError as error:
                 self._answer(query, error)
@@ -174,7 +179,7 @@ class Queries:
             likeliest = logprobs
             logprobs = torch.full((self._vocab_size,), -torch.inf)
             logprobs[torch.from_numpy(found.token_ids).long()] = likeliest
-        if found.version == self._engine.weight_version:
+        if found.version == self._engine.weight_version and isinstance(query.key, bytes):
             self._keep(query.key, logprobs)
         self._answer(query, logprobs)
 

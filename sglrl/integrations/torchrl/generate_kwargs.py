@@ -8,7 +8,7 @@ from typing import Any, Final
 from ...errors import InvalidRequest
 from ...inference.sampling import ALIASES, SamplingParams, from_kwargs
 
-_CALL_ARGUMENTS: Final[tuple[str, ...]] = ("timeout", "priority", "worker")
+_CALL_ARGUMENTS: Final[tuple[str, ...]] = ("timeout", "priority", "worker", "lora")
 """Arguments of ``client.generate`` that ``generate_kwargs`` and the keyword arguments of a call may
 contain."""
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
@@ -37,7 +37,6 @@ _INSTEAD: Final = {
     "guided_decoding": "give json_schema, regex, ebnf or structural_tag",
     "structured_outputs": "give json_schema, regex, ebnf or structural_tag",
     "watermark": "newer versions of SGLang alone have it",
-    "lora_request": "adapters are not served",
     "guided_options_request": "give json_schema, regex, ebnf or structural_tag",
 }
 """Unsupported arguments: the replacement, or the reason."""
@@ -69,7 +68,7 @@ def understood(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidRequest: a value has no counterpart in the client, or names contradict each other.
     """
-    found = {}
+    found: dict[str, Any] = {}
     for name, value in values.items():
         if value is None or value in _NEUTRAL.get(name, ()):
             continue
@@ -77,8 +76,12 @@ def understood(values: dict[str, Any]) -> dict[str, Any]:
             raise InvalidRequest(f"{name}={value!r} cannot be asked for: {_INSTEAD[name]}")
         if name in _NEUTRAL:
             raise InvalidRequest(f"{name}={value!r}: SGLang has nothing of the kind")
-        if name not in _WITHOUT_EFFECT:
+        if name == "lora_request":
+            found["lora"] = _adapter(value)
+        elif name not in _WITHOUT_EFFECT:
             found[name] = value
+    if {"lora", "lora_request"} <= values.keys() and found.get("lora") != values["lora"]:
+        raise InvalidRequest("lora and lora_request name different adapters")
     if values.get("do_sample") is False:
         found["temperature"] = 0.0
     if found.get("top_k") == 0:
@@ -89,6 +92,21 @@ def understood(values: dict[str, Any]) -> dict[str, Any]:
             raise InvalidRequest("'stop_sequences' and another name for 'stop' were both given")
         found["stop"] = found.pop("stop_sequences")
     return found
+
+
+def _adapter(request: Any) -> str:
+    """Return the name of the adapter of vLLM's ``LoRARequest``. Its path is not used.
+
+    Raises:
+        InvalidRequest: it has no name.
+    """
+    name = request if isinstance(request, str) else getattr(request, "lora_name", None)
+    if not isinstance(name, str):
+        raise InvalidRequest(
+            f"lora_request={request!r:.100} has no lora_name; load the adapter with "
+            "client.load_lora(name, ...), and give this name"
+        )
+    return name
 
 
 def split(values: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:

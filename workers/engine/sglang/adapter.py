@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,7 @@ from sglang.srt.managers.io_struct import (
     TokenizedGenerateReqInput,
 )
 
-from sglrl.errors import InvalidRequest
+from sglrl.errors import InvalidRequest, UnknownAdapter
 from sglrl.wire.calls import ItemKind, Load
 from sglrl.wire.engine import (
     EngineInfo,
@@ -32,19 +32,20 @@ from sglrl.wire.engine import (
     ProfileArgs,
     ScoreArgs,
     TensorValue,
-    TokenChunk,
 )
 
 from ...mailbox import Mailbox
 from ..loop import IDLE_WAIT
 from ..protocol import check_mode, check_top
 from . import convert, inspection
+from .aborts import Aborts
 from .accelerations.queries import Known
-from .commands import PauseCommand, Report, Resume, WeightCommand
-from .engine_info import engine_info
+from .commands import PauseCommand, Report, Resume
+from .draining import Draining
+from .lora_calls import LoraArgs, LoraCalls
 from .next_token import NextTokens, Rows
-from .tracked_request import MASKS_TOO_LARGE, TrackedRequest
-from .weight_commands import WeightCommands
+from .reports import engine_info, engine_stats
+from .tracked_request import MASKS_TOO_LARGE, TrackedRequest, Versions
 
 logger = logging.getLogger("sglrl.worker")
 
@@ -54,7 +55,7 @@ _DRAIN_WAIT = 0.05
 No message reports that the driver has given up this update.
 """
 
-_REQUESTS = (TokenizedGenerateReqInput, Report, Resume)
+Tokens = GenerateArgs | ScoreArgs | NextTokenArgs
 
 
 class Adapter:
@@ -78,16 +79,17 @@ class Adapter:
         self.cancelled: set[int] = set()
         self.returned: set[int] = set()
         self.flushes: list[int] = []
-        self.weight_commands = WeightCommands(mailbox.wake)
-        self.draining: WeightCommand | None = None
-        """The command that waits until no request runs."""
-        self.held_back: list[Any] = []
+        self.draining = Draining(self)
+        self.aborts = Aborts(self)
         self.profiling = inspection.Profiling()
         self.next_tokens = NextTokens(mailbox)
         self.rows: Rows | None = None
         """Next-token logprobs of the batch whose results are being processed."""
         self.result_version = 0
         """Version of the weights that this batch ran with."""
+        self.result_loras: Mapping[str, int] = {}
+        """Versions of the adapters that this batch ran with, by SGLang's ids."""
+        self.lora = LoraCalls(self)
 
     # --- calls of the driver ----------------------------------------------------------------------
 
@@ -97,16 +99,28 @@ class Adapter:
         params, wanted = self.samplings.get(bytes(args.sampling), args.stream)
         begun = convert.token_array(args.resume)
         asked = convert.generate_request(id_, args, params, self._priority(args))
+        request = self._track(asked, args, args.top_logprobs, generates=True)
         if begun:
             self.incoming.append(Resume(convert.request_id(id_), begun))
         if wanted is not None:
             self.incoming.append(Report(convert.request_id(id_), *wanted))
         self.incoming.append(asked)
-        request = TrackedRequest(scheduler.sglrl_version, args.top_logprobs, generates=True)
         request.sent = request.resumed = len(begun)
         if wanted is not None and wanted.mask:
             request.masks = {}
         self.requests[id_] = request
+
+    def _track(self, asked: Any, args: Tokens, top: int, **values: Any) -> TrackedRequest:
+        """Give SGLang's request its adapter, and return the record of the request.
+
+        Raises:
+            UnknownAdapter: the adapter is not loaded.
+        """
+        version = self.scheduler.sglrl_version
+        if not args.lora:
+            return TrackedRequest((version, 0), top, **values)
+        uid = asked.lora_id = self.lora.uid(args.lora)
+        return TrackedRequest((version, self.lora.version(uid)), top, lora=uid, **values)
 
     @cached_property
     def samplings(self) -> convert.Samplings:
@@ -124,75 +138,45 @@ class Adapter:
             raise InvalidRequest(f"start={args.start} is not within the {count} tokens given")
         check_top(args.top_logprobs, self.scheduler.model_config.vocab_size)
         params = convert.score_params()
+        asked = convert.score_request(id_, args, params, self._priority(args))
+        self.requests[id_] = self._track(asked, args, args.top_logprobs, score_start=args.start)
         if args.temperature != 1:
-            report = Report(convert.request_id(id_), temperature=args.temperature)
-            self.incoming.append(report)
-        self.incoming.append(convert.score_request(id_, args, params, self._priority(args)))
-        self.requests[id_] = TrackedRequest(
-            self.scheduler.sglrl_version, args.top_logprobs, args.start
-        )
+            self.incoming.append(Report(asked.rid, temperature=args.temperature))
+        self.incoming.append(asked)
 
     def next_token_logprobs(self, id_: int, args: NextTokenArgs) -> None:
         if len(args.input_ids) < 4:
             raise InvalidRequest("there is no token given")
         check_top(args.top_k, self.scheduler.model_config.vocab_size)
         params, priority = self.next_tokens.params, self._priority(args)
-        self.incoming.append(convert.next_token_request(id_, args, params, priority))
-        self.requests[id_] = TrackedRequest(self.scheduler.sglrl_version, args.top_k)
+        asked = convert.next_token_request(id_, args, params, priority)
+        self.requests[id_] = self._track(asked, args, args.top_k)
+        self.incoming.append(asked)
         self.next_tokens.wanted[convert.request_id(id_)] = args.top_k
 
-    def _priority(self, args: GenerateArgs | ScoreArgs | NextTokenArgs) -> int | None:
+    def _priority(self, args: Tokens) -> int | None:
         return args.priority if self.scheduler.enable_priority_scheduling else None
+
+    def adapters(self, id_: int, args: LoraArgs) -> None:
+        self.lora.receive(id_, args)
 
     def abort(self, id_: int) -> None:
         if id_ not in self.requests:
             return
-        rid = convert.request_id(id_)
-        for unsent in (self.incoming, self.held_back):
-            # SGLang has not received this request, so it would ignore an abort that names it.
-            others = [r for r in unsent if not (isinstance(r, _REQUESTS) and r.rid == rid)]
-            if len(others) < len(unsent):
-                unsent[:] = others
-                del self.requests[id_]
-                self.next_tokens.wanted.pop(rid, None)
-                self.mailbox.put(id_, ItemKind.CANCELLED)
-                return
+        if self.aborts.take_unsent(id_):
+            self.mailbox.put(id_, ItemKind.CANCELLED)
+            return
         self.cancelled.add(id_)
-        self.incoming.append(AbortReq(rid=rid))
+        self.incoming.append(AbortReq(rid=convert.request_id(id_)))
 
     def abort_all(self) -> int:
         # In a paused engine no running request finishes: "wait" returns them to the queue first.
-        return self._abort_all("wait")
-
-    def _abort_all(self, before: str) -> int:
-        ended: set[str] = set()
-        self.incoming = self._return_unsent(self.incoming, ended)
-        self.held_back = self._return_unsent(self.held_back, ended)
-        aborts = self._aborts(set(), before)
-        self.incoming += aborts
-        return len(ended) + sum(isinstance(request, AbortReq) for request in aborts)
-
-    def _return_unsent(self, requests: list[Any], ended: set[str]) -> list[Any]:
-        """Answer the ``generate`` requests that SGLang has not received. Return all others."""
-        others = []
-        for asked in requests:
-            if isinstance(asked, _REQUESTS):
-                id_ = convert.call_id(asked.rid)
-                request = self.requests.get(id_)
-                if request is not None and request.generates and id_ not in self.cancelled:
-                    del self.requests[id_]
-                    ended.add(asked.rid)
-                    chunk = TokenChunk(b"", finish="abort", version=request.version)
-                    self.mailbox.put(id_, ItemKind.DONE, chunk)
-                if asked.rid in ended:
-                    continue
-            others.append(asked)
-        return others
+        return self.aborts.all("wait")
 
     def pause(self, id_: int, mode: str) -> None:
         check_mode(mode)
         if mode == "abort":
-            self._abort_all("back")
+            self.aborts.all("back")
         self.incoming.append(PauseCommand(id_, "retract" if mode == "retract" else "in_place"))
 
     def resume(self, id_: int) -> None:
@@ -204,26 +188,6 @@ class Adapter:
             self.mailbox.put_value(command.call, None)
             # The loop may have no other reason to flush.
             self.mailbox.flush()
-
-    def _aborts(self, except_for: set[str], before: str) -> list[Any]:
-        """Return commands that abort the ``generate`` requests which SGLang holds.
-
-        SGLang then returns each request with its tokens so far. It returns waiting requests at
-        once. It returns running requests in the next step that continues requests, which comes
-        when no other request waits for its prefill.
-
-        Args:
-            except_for: SGLang ids of requests to keep.
-            before: the mode of the ``PauseCommand`` that returns running requests to the queue.
-        """
-        aborts: list[Any] = [PauseCommand(-1, before)]
-        for id_, request in self.requests.items():
-            rid = convert.request_id(id_)
-            known = id_ in self.cancelled or id_ in self.returned
-            if request.generates and not known and rid not in except_for:
-                self.returned.add(id_)
-                aborts.append(AbortReq(rid=rid))
-        return aborts
 
     def flush_cache(self, id_: int) -> None:
         self.flushes.append(id_)
@@ -243,35 +207,23 @@ class Adapter:
         return found
 
     def stats(self) -> EngineStats:
-        scheduler = self.scheduler
-        used, capacity = scheduler.kv_tokens()
-        uptime = time.monotonic() - self.begun
-        return EngineStats(
-            running=scheduler.sglrl_running(),
-            waiting=scheduler.sglrl_waiting() + len(self.held_back),
-            kv_tokens=used,
-            kv_capacity=capacity,
-            prompt_tokens=self.prompt_tokens,
-            cached_tokens=self.cached_tokens,
-            generated_tokens=self.generated_tokens,
-            uptime=uptime,
-            tokens_per_second=self.generated_tokens / uptime if uptime else 0.0,
-            draining=self.draining is not None,
-        )
+        return engine_stats(self)
 
     def info(self) -> EngineInfo:
-        return engine_info(self.scheduler, self.accelerations)
+        return engine_info(self)
 
     # --- calls of the scheduler -------------------------------------------------------------------
 
     def pull(self) -> list[Any]:
         """Return the requests that arrived since the last scheduler step, as SGLang's types."""
-        self.weight_commands.await_expected(self.scheduler)
-        if self.scheduler.sglrl_paused and not (self.flushes or self.weight_commands):
+        commands = self.draining.commands
+        commands.await_expected(self.scheduler)
+        if self.scheduler.sglrl_paused and not (self.flushes or commands):
             # Without this wait SGLang's loop would spin.
             self.mailbox.flush()
-            self.mailbox.wait(IDLE_WAIT if self.draining is None else _DRAIN_WAIT)
+            self.mailbox.wait(IDLE_WAIT if self.draining.waiting is None else _DRAIN_WAIT)
         self.mailbox.receive(self)
+        self.lora.turn()
         if self.flushes:
             self._pull_flush()
         if self.requests and self.mailbox.report_is_due:
@@ -279,13 +231,13 @@ class Adapter:
         else:
             self.mailbox.flush()
         incoming, self.incoming = self.incoming, []
-        if self.weight_commands or self.draining is not None:
-            incoming = self._with_commands(incoming)
+        if self.draining:
+            incoming = self.draining.ordered(incoming)
         version = str(self.scheduler.sglrl_version)
         for request in incoming:
             if isinstance(request, TokenizedGenerateReqInput):
                 # KV computed under one policy version is never reused under another.
-                request.extra_key = version
+                request.extra_key = version + self.lora.cache_key(request.lora_id)
         if self.mailbox.stopped:
             incoming.append(ShutdownReq())
         return incoming
@@ -293,41 +245,7 @@ class Adapter:
     @property
     def pending(self) -> bool:
         """Whether there is work even when no request runs."""
-        return bool(self.flushes or self.weight_commands or self.draining is not None)
-
-    def _with_commands(self, incoming: list[Any]) -> list[Any]:
-        """Append the next weight command to the requests.
-
-        A command that drains waits until the running requests have finished. Until then, new
-        requests are held back.
-        """
-        if self.draining is not None and self._given_up(self.draining):
-            self.draining = None
-            back, self.held_back = self.held_back, []
-            return [*back, *incoming]
-        if self.draining is None:
-            command = self.weight_commands.pop()
-            if self._given_up(command):
-                return incoming
-            if command.inflight == "abort":
-                fresh = {r.rid for r in incoming if isinstance(r, TokenizedGenerateReqInput)}
-                # A score has no partial result. It is computed again; the command does not wait.
-                return [*incoming, *self._aborts(fresh, "back"), command]
-            if command.inflight != "drain":
-                return [*incoming, command]
-            self.draining = command
-        self.held_back += [r for r in incoming if isinstance(r, _REQUESTS)]
-        passed = [r for r in incoming if not isinstance(r, _REQUESTS)]
-        if passed or not self.scheduler.is_fully_idle():
-            return passed
-        command, self.draining = self.draining, None
-        back, self.held_back = self.held_back, []
-        # SGLang only queues these requests before the command. Their prefill uses the new weights.
-        return [*back, command]
-
-    def _given_up(self, command: WeightCommand) -> bool:
-        assert self.scheduler.sglrl_weights is not None
-        return bool(self.scheduler.sglrl_weights.given_up(command))
+        return bool(self.flushes or self.draining)
 
     def _pull_flush(self) -> None:
         """Send a flush to SGLang like a request, so that every rank executes it.
@@ -375,6 +293,8 @@ class Adapter:
             if id_ in self.cancelled:
                 self.cancelled.discard(id_)
                 mailbox.put(id_, ItemKind.CANCELLED)
+            elif request.unloaded:
+                mailbox.put_error(id_, UnknownAdapter.__name__, request.unloaded)
             elif kind == ItemKind.ERROR:
                 mailbox.put_error(id_, error, text)
             elif request.score_start >= 0:
@@ -384,18 +304,28 @@ class Adapter:
                 mailbox.put(id_, kind, chunk)
             elif next_token:
                 assert self.rows is not None
-                self.rows.put(mailbox, id_, rid, output.cached_tokens[i], self.result_version)
+                versions = self._versions(request, self.result_version, self.result_loras)
+                self.rows.put(mailbox, id_, rid, output.cached_tokens[i], versions)
             else:
                 self._return(id_, request, output, i)
         self._flush()
 
+    def _versions(
+        self, request: TrackedRequest, version: int, loras: Mapping[str, int]
+    ) -> Versions:
+        return version, 0 if request.lora is None else loras.get(request.lora, 0)
+
     def launched(self, batch: Any) -> None:
-        """Record the scheduler's version for the scores in a launched prefill."""
+        """Record the scheduler's versions for the scores in a launched prefill."""
+        scheduler = self.scheduler
         for request, begin in zip(batch.reqs, batch.prefix_lens, strict=True):
             if request.return_logprob:
                 known = self.requests.get(convert.call_id(request.rid))
                 if known is not None and known.score_start >= 0:
-                    known.prefilled(begin, self.scheduler.sglrl_version)
+                    known.prefilled(
+                        begin,
+                        self._versions(known, scheduler.sglrl_version, scheduler.sglrl_loras),
+                    )
 
     def answer(
         self, queries: Sequence[Known], logits: torch.Tensor, at: Sequence[int]
@@ -410,7 +340,8 @@ class Adapter:
             for row, query in zip(at, queries, strict=True)
         ]
         rows = self.next_tokens.rows(logits, expected)
-        version = self.scheduler.sglrl_version
+        # This acceleration is off in an engine that takes adapters.
+        versions = self.scheduler.sglrl_version, 0
 
         def send() -> None:
             for query in queries:
@@ -423,7 +354,7 @@ class Adapter:
                     self.cancelled.discard(id_)
                     self.mailbox.put(id_, ItemKind.CANCELLED)
                 else:
-                    rows.put(self.mailbox, id_, rid, query.cached, version)
+                    rows.put(self.mailbox, id_, rid, query.cached, versions)
             self.mailbox.progress += 1
             self.scheduler.sglrl_request_steps += len(queries)
             self._flush()
@@ -467,15 +398,18 @@ class Adapter:
         self.incoming.append(AbortReq(rid=rid))
         self.mailbox.put_error(id_, "InvalidRequest", MASKS_TOO_LARGE.format(at + 1))
 
-    def version_changed(self, version: int, produced: dict[str, int]) -> None:
-        """Record that the next result is the first one of ``version``.
+    def version_changed(
+        self, version: int, loras: Mapping[str, int], produced: dict[str, int]
+    ) -> None:
+        """Record that the next result is the first one of ``version`` and ``loras``.
 
         Args:
+            loras: as ``result_loras``.
             produced: the number of output tokens so far, by SGLang's request id.
         """
         for id_, request in self.requests.items():
             at = produced.get(convert.request_id(id_), 0)
-            request.changes.append((at, version))
+            request.changed(at, self._versions(request, version, loras))
 
     def _profiled(self, request: ProfileReq, output: ProfileReqOutput) -> None:
         id_ = convert.call_id(request.rid)
@@ -508,6 +442,8 @@ class Adapter:
         if id_ in self.cancelled:
             self.cancelled.discard(id_)
             self.mailbox.put(id_, ItemKind.CANCELLED)
+        elif request.unloaded:
+            self.mailbox.put_error(id_, UnknownAdapter.__name__, request.unloaded)
         elif returned:
             self._return(id_, request, convert.rest_of(about, request.sent), 0)
         else:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
+from sglrl.wire.engine import TensorValue
+
 
 @dataclass(frozen=True)
 class WeightCommand:
@@ -61,3 +63,54 @@ class Resume:
 
     rid: str
     ids: array[int]
+
+
+ABOUT_REQUESTS = (Report, Resume)
+"""Commands that belong to the request that follows them."""
+
+
+@dataclass(frozen=True)
+class PrepareAdapter:
+    """Prepare an adapter. See ``LoraPrepare``.
+
+    call: the call that asked for it.
+    """
+
+    call: int
+    serial: int
+    rank: int
+    scaling: float
+    tensors: list[TensorValue]
+
+
+@dataclass(frozen=True)
+class CommitAdapter:
+    """Make a prepared adapter live. See ``LoraCommit``.
+
+    call: the call that asked for it.
+    uid: SGLang's id of the adapter. A new version has the id of the version that it replaces.
+    """
+
+    call: int
+    uid: str
+    serial: int
+    name: str
+    version: int
+    inflight: str
+
+
+@dataclass(frozen=True)
+class DropAdapters:
+    """Unload adapters that no request uses, and give up preparations.
+
+    call: the call that asked for it.
+    uids: SGLang's ids of the adapters.
+    serials: the preparations.
+    """
+
+    call: int
+    uids: list[str]
+    serials: list[int]
+
+
+AdapterCommand = PrepareAdapter | CommitAdapter | DropAdapters

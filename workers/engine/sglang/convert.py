@@ -25,6 +25,7 @@ from sglrl.wire.calls import ItemKind
 from sglrl.wire.engine import GenerateArgs, NextTokenArgs, Sampling, ScoreArgs, TokenChunk
 
 from .no_tokenizer import NoTokenizer
+from .tracked_request import Versions
 
 _sampling = msgspec.msgpack.Decoder(Sampling)
 _SAMPLINGS = 256
@@ -266,15 +267,15 @@ def token_chunks(
     output: BatchTokenIDOutput | SimpleNamespace,
     i: int,
     top: int,
-    parts: list[tuple[int, int]],
+    parts: list[tuple[int, Versions]],
     masks: list[NDArray[np.int32]] | None = None,
 ) -> list[TokenChunk]:
     """Convert the output of request ``i`` in one step.
 
     Args:
         top: the number of top logprobs that the request wants.
-        parts: (number of tokens, version) of each part of the output, in order. The last part takes
-            all remaining tokens.
+        parts: (number of tokens, versions) of each part of the output, in order. The last part
+            takes all remaining tokens.
         masks: for each token, the tokens that could be drawn. None: not wanted.
 
     Returns:
@@ -286,7 +287,7 @@ def token_chunks(
     values = np.array(logprobs[i], dtype="<f4") if logprobs and logprobs[i] else None
     chunks = []
     at = 0
-    for part, (count, version) in enumerate(parts):
+    for part, (count, (version, lora_version)) in enumerate(parts):
         last = part == len(parts) - 1
         span = slice(at, None if last else at + count)
         at += count
@@ -311,20 +312,21 @@ def token_chunks(
                 finished.get("matched") if finished and last else None,
                 mask_ids=mask_ids,
                 mask_lengths=mask_lengths,
+                lora_version=lora_version,
             )
         )
     return chunks
 
 
 def score_chunk(
-    output: BatchTokenIDOutput, i: int, start: int, top: int, prefills: list[tuple[int, int]]
+    output: BatchTokenIDOutput, i: int, start: int, top: int, prefills: list[tuple[int, Versions]]
 ) -> TokenChunk:
     """Convert the prompt's logprobs of request ``i``, from position ``start`` on.
 
     Position 0 has no logprobs. Its logprobs are NaN, and the ids of its likeliest tokens are -1.
 
     Args:
-        prefills: (first position, version) of each part of the prompt that one version computed.
+        prefills: (first position, versions) of each part of the prompt that these computed.
             The logits at a position belong to the next token.
     """
     # SGLang's first position is ``start - 1``, unless ``start`` is 0.
@@ -351,11 +353,24 @@ def score_chunk(
         np.array(values, dtype="<f4").tobytes(),
         "stop",
         output.cached_tokens[i],
-        parts[-1][1],
+        parts[-1][1][0],
         top_ids,
         top_values,
-        parts=np.array(parts, dtype="<i4").tobytes() if len(parts) > 1 else b"",
+        parts=_parts(parts, 0),
+        lora_version=parts[-1][1][1],
+        lora_parts=_parts(parts, 1),
     )
+
+
+def _parts(parts: list[tuple[int, Versions]], which: int) -> bytes:
+    """Return (number of tokens, version) of each part as int32, or b"" if there is one version."""
+    found: list[list[int]] = []
+    for count, versions in parts:
+        if found and found[-1][1] == versions[which]:
+            found[-1][0] += count
+        else:
+            found.append([count, versions[which]])
+    return np.array(found, dtype="<i4").tobytes() if len(found) > 1 else b""
 
 
 def rest_of(request: Any, sent: int) -> SimpleNamespace:

@@ -32,6 +32,7 @@ def engine_arguments(memory_share: float) -> dict[str, Any]:
         "attention_backend": "torch_native",
         "sampling_backend": "pytorch",
         "disable_overlap_schedule": True,
+        "lora_backend": "torch_native",
     }
 
 

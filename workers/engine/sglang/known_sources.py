@@ -61,6 +61,63 @@ KNOWN: Final[dict[str, dict[str, str]]] = {
         "cda5191757d6cc99": "0.5.21",
         "f8d795ab811a6961": "0.5.22 to 0.5.23",
     },
+    "sglang.srt.lora.backend.torch_backend:TorchNativeLoRABackend.prepare_lora_batch": {
+        "6ce4c7cf28ff102d": "0.5.17 to 0.5.19",
+        "6edc13176598b063": "0.5.20 to 0.5.23",
+    },
+    "sglang.srt.lora.lora:LoRAAdapter.__init__": {
+        "310e8ff8befc40c6": "0.5.17 to 0.5.23",
+    },
+    "sglang.srt.lora.lora:LoRAAdapter._normalize_weights": {
+        "b1257df57d6bc5c0": "0.5.17 to 0.5.23",
+    },
+    "sglang.srt.lora.lora:LoRAAdapter.initialize_weights_from_tensors": {
+        "245971b419fe1a79": "0.5.17 to 0.5.23",
+    },
+    "sglang.srt.lora.lora:LoRAAdapter.normalize_gate_up_proj": {
+        "b701b78183af2400": "0.5.17 to 0.5.23",
+    },
+    "sglang.srt.lora.lora:LoRAAdapter.normalize_qkv_proj": {
+        "45b1db446e17cc4f": "0.5.17 to 0.5.23",
+    },
+    "sglang.srt.lora.lora_config:LoRAConfig": {
+        "9700e1c8f50c943e": "0.5.17 to 0.5.23",
+    },
+    "sglang.srt.lora.lora_manager:LoRAManager._unload_lora_adapter": {
+        "6fa085cdb0dbd410": "0.5.17 to 0.5.19",
+        "19c5b9a91d1b545b": "0.5.20",
+        "0f282464679df952": "0.5.21 to 0.5.23",
+    },
+    "sglang.srt.lora.lora_manager:LoRAManager.fetch_new_loras": {
+        "9b4202df6f2cecbf": "0.5.17 to 0.5.23",
+    },
+    "sglang.srt.lora.lora_manager:LoRAManager.init_state": {
+        "3b66a59fe47a315f": "0.5.17 to 0.5.19",
+        "ffb2fb4353820d0c": "0.5.20 to 0.5.22",
+        "2127bd8106c1d3d6": "0.5.23",
+    },
+    "sglang.srt.lora.lora_manager:LoRAManager.prepare_lora_batch": {
+        "5af804fa45681e0f": "0.5.17 to 0.5.19",
+        "0cea5df4d5cd90b1": "0.5.20",
+        "2d4ba70034864a37": "0.5.21",
+        "77b83ca19cee412a": "0.5.22",
+        "75d832c03b74846a": "0.5.23",
+    },
+    "sglang.srt.lora.mem_pool:LoRAMemoryPool.load_lora_weight_to_buffer": {
+        "15991929d901410c": "0.5.17 to 0.5.19",
+        "2c0a7396019ab6bf": "0.5.20",
+        "00085fd17b54d1bb": "0.5.21 to 0.5.22",
+        "3f432383c0dbb3e5": "0.5.23",
+    },
+    "sglang.srt.managers.schedule_batch:Req.__init__": {
+        "e704b6ed9f432d69": "0.5.17",
+        "e61361b964c2168d": "0.5.18",
+        "9906b8b79fa1f297": "0.5.19",
+        "0618c82abc6a2bd8": "0.5.20",
+        "898119480c4cbb8b": "0.5.21",
+        "18295f9863c49e5b": "0.5.22",
+        "95516b226df11e45": "0.5.23",
+    },
     "sglang.srt.managers.schedule_batch:Req._check_str_based_finish": {
         "bba588eb60564a2f": "0.5.17 to 0.5.22",
         "b155e3b7eee11b5a": "0.5.23",

@@ -22,6 +22,7 @@ from sglrl.wire.engine import TokenChunk
 from ...mailbox import ROWS, Mailbox
 from . import convert
 from .patch import Setup
+from .tracked_request import Versions
 
 
 def install(setup: Setup) -> Callable[[Any], bool] | None:
@@ -180,15 +181,18 @@ class Rows:
                 self._done.synchronize()
             self._shared.give_back(left)
 
-    def put(self, mailbox: Mailbox, id_: int, rid: str, cached_tokens: int, version: int) -> None:
+    def put(
+        self, mailbox: Mailbox, id_: int, rid: str, cached_tokens: int, versions: Versions
+    ) -> None:
         """Answer the call, once its row is on the host."""
         if self._done is not None:
             self._done.synchronize()
             self._done = None
+        version, lora_version = versions
         at = self._place[rid]
         top = self._top[at]
         if not top:
-            chunk = TokenChunk(b"", b"", "stop", cached_tokens, version)
+            chunk = TokenChunk(b"", b"", "stop", cached_tokens, version, lora_version=lora_version)
             if self._slots:
                 mailbox.put_slot(id_, chunk, self._slots[at])
                 self._slots[at] = -1
@@ -197,7 +201,9 @@ class Rows:
             mailbox.put_row(id_, chunk, memoryview(self._full_rows[at].numpy()).cast("B"))
             return
         values, ids = (tensor[at][:top].numpy().tobytes() for tensor in self._top_rows)
-        chunk = TokenChunk(b"", b"", "stop", cached_tokens, version, ids, values)
+        chunk = TokenChunk(
+            b"", b"", "stop", cached_tokens, version, ids, values, lora_version=lora_version
+        )
         mailbox.put(id_, ItemKind.DONE, chunk)
 
 

@@ -17,6 +17,7 @@ _SAMPLING: Final = "sglang.srt.sampling"
 _RUNNER: Final = "sglang.srt.model_executor.model_runner:ModelRunner"
 _FORWARD_BATCH: Final = "sglang.srt.model_executor.forward_batch_info:ForwardBatch"
 _CACHE: Final = "sglang.srt.mem_cache"
+_LORA: Final = "sglang.srt.lora"
 _GRAMMAR: Final = "sglang.srt.constrained.xgrammar_backend"
 
 PATCHES: Final = (
@@ -33,6 +34,17 @@ PATCHES: Final = (
             f"{_GRAMMAR}:XGrammarGrammar.apply_vocab_mask",
             "sglang.srt.layers.logits_processor:fused_softcap",
             "sglang.srt.models.qwen2_moe:fused_gate_sigmoid_mul_add",
+        ),
+    ),
+    Patch(
+        name="cpu_lora",
+        why="SGLang's adapters allocate pinned memory on a CPU, which needs a CUDA driver",
+        module="patches.cpu_lora",
+        device="cpu",
+        lora=True,
+        wraps=(
+            f"{_LORA}.lora_manager:LoRAManager.init_state",
+            f"{_LORA}.backend.torch_backend:TorchNativeLoRABackend.prepare_lora_batch",
         ),
     ),
     Patch(
@@ -164,6 +176,26 @@ PATCHES: Final = (
             f"{_SCHEDULER}.event_loop_overlap",
             f"{_SCHEDULER}.pause_generation",
             f"{_COMPONENTS}.ipc_channels:SchedulerIpcChannels",
+        ),
+    ),
+    Patch(
+        name="lora",
+        why="SGLang cannot replace an adapter while requests use it",
+        module="lora",
+        lora=True,
+        wraps=(),
+        reads=(
+            f"{_BATCH}:Req.__init__",
+            f"{_LORA}.lora:LoRAAdapter.__init__",
+            f"{_LORA}.lora:LoRAAdapter.initialize_weights_from_tensors",
+            f"{_LORA}.lora:LoRAAdapter._normalize_weights",
+            f"{_LORA}.lora:LoRAAdapter.normalize_qkv_proj",
+            f"{_LORA}.lora:LoRAAdapter.normalize_gate_up_proj",
+            f"{_LORA}.lora_config:LoRAConfig",
+            f"{_LORA}.lora_manager:LoRAManager.fetch_new_loras",
+            f"{_LORA}.lora_manager:LoRAManager.prepare_lora_batch",
+            f"{_LORA}.lora_manager:LoRAManager._unload_lora_adapter",
+            f"{_LORA}.mem_pool:LoRAMemoryPool.load_lora_weight_to_buffer",
         ),
     ),
     Patch(

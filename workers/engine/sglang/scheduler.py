@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from typing import Any
 
 from sglang.srt.managers.io_struct import (
@@ -35,7 +36,15 @@ from ..step_clock import StepClock
 from . import compat, resume
 from .accelerations.queries import Queries, is_query
 from .adapter import Adapter
-from .commands import PauseCommand, Report, Resume, WeightCommand
+from .commands import (
+    CommitAdapter,
+    DropAdapters,
+    PauseCommand,
+    PrepareAdapter,
+    Report,
+    Resume,
+    WeightCommand,
+)
 from .no_tokenizer import NoTokenizer
 from .patches import sampling_reports, score_temperature
 from .patches.undrawable_tokens import end_undrawable
@@ -92,6 +101,8 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self.sglrl_queries: Queries | None = None
         """Answers next-token queries; None if this acceleration is off."""
         self.sglrl_version = 0
+        self.sglrl_adapters: Any = None
+        """The ``lora.Adapters`` of this rank; None if the engine takes no adapters."""
         self.sglrl_step_seconds = 0.0
         """Duration of a decode step: the shorter one of the last two steps.
 
@@ -105,7 +116,8 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         """Whether the engine has been idle since the last step was launched."""
         self._sglrl_last_step = 0.0
         self._sglrl_launched = 0.0
-        self._sglrl_processed = 0
+        self._sglrl_processed: tuple[int, Mapping[str, int]] = 0, {}
+        """The versions of the last processed results."""
         self.sglrl_preempted = 0
         self._sglrl_launches = 0
         self._sglrl_last_prefill = 0
@@ -180,6 +192,13 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
                     super().process_input_requests(theirs)
                     theirs = []
                     self._sglrl_pause(request)
+                case PrepareAdapter() | CommitAdapter() | DropAdapters():
+                    super().process_input_requests(theirs)
+                    theirs = []
+                    took = self.sglrl_adapters.execute(request)
+                    adapter = self.sglrl_adapter
+                    if adapter is not None and not isinstance(request, PrepareAdapter):
+                        adapter.lora.executed(request, took)
                 case _:
                     theirs.append(request)
         if self.sglrl_queries is not None and not self.sglrl_paused:
@@ -205,6 +224,23 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         paused = self._engine_paused
         self.pause_generation(PauseGenerationReqInput(mode="retract"))
         self._engine_paused = paused
+
+    @property
+    def sglrl_loras(self) -> Mapping[str, int]:
+        """The versions of the adapters by SGLang's ids, of the next step."""
+        return {} if self.sglrl_adapters is None else self.sglrl_adapters.versions
+
+    def sglrl_new_keys(self) -> None:
+        """Give requests that wait for their prefill the keys of the current versions.
+
+        They then find no KV of older versions.
+        """
+        for request in (*self.waiting_queue, *self.grammar_manager.grammar_queue):
+            request.extra_key = str(self.sglrl_version)
+            if request.lora_id is not None:
+                request.extra_key += self.sglrl_adapters.cache_key(request.lora_id)
+                # SGLang adds this to the keys of new requests.
+                request.extra_key += request.lora_id
 
     @property
     def sglrl_paused(self) -> bool:
@@ -270,25 +306,27 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         sampling_reports.attach(batch)
         result = super().run_batch(batch, *args, **kwargs)
         result.sglrl_version = self.sglrl_version
+        result.sglrl_loras = self.sglrl_loras
         result.sglrl_launch = self._sglrl_launches
         result.sglrl_rows = self.sglrl_adapter and self.sglrl_adapter.next_tokens.take()
         return result
 
     def process_batch_result(self, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
-        version = result.sglrl_version
-        if version != self._sglrl_processed:
+        version, loras = result.sglrl_version, result.sglrl_loras
+        if (version, loras) != self._sglrl_processed:
             # Results are processed in the order in which their batches were launched.
-            self._sglrl_processed = version
+            self._sglrl_processed = version, loras
             if self.sglrl_adapter is not None:
                 live = [*batch.reqs, *self.running_batch.reqs, *self.waiting_queue]
                 if self.chunked_req is not None:
                     live.append(self.chunked_req)
                 self.sglrl_adapter.version_changed(
-                    version, {r.rid: len(r.output_ids) for r in live}
+                    version, loras, {r.rid: len(r.output_ids) for r in live}
                 )
         if self.sglrl_adapter is not None:
             self.sglrl_adapter.rows = result.sglrl_rows
             self.sglrl_adapter.result_version = version
+            self.sglrl_adapter.result_loras = loras
         end_undrawable(batch, result, version)
         if self.sglrl_adapter is not None:
             sampling_reports.collect(batch, result, self.sglrl_adapter)

@@ -14,13 +14,15 @@ MASKS_TOO_LARGE: Final = (
     f"the sampling masks of the first {{}} tokens have more than {MOST_MASK_IDS:,} token ids: use "
     "top_k, or a smaller top_p or temperature"
 )
+Versions = tuple[int, int]
+"""The version of the weights, and the version of the request's adapter (0 without one)."""
 
 
 class TrackedRequest:
     """One request while SGLang has it.
 
     sent: tokens reported so far, with the ``resumed`` tokens of another worker.
-    version: of the weights that compute the next token.
+    version: the versions that compute the next token.
     changes: (position, version) in order: where ``version`` changes later.
     top: likeliest tokens wanted at each position.
     score_start: the first position of a scoring request; -1: it is not one.
@@ -30,11 +32,14 @@ class TrackedRequest:
     masks: for each position that was not reported, the tokens that could be drawn. None: they are
         not wanted.
     mask_ids: the number of all these tokens so far.
+    lora: SGLang's id of its adapter, or None.
+    unloaded: the error if its adapter was unloaded, or "".
     """
 
     __slots__ = (
         "changes",
         "generates",
+        "lora",
         "mask_ids",
         "masks",
         "prefills",
@@ -42,24 +47,33 @@ class TrackedRequest:
         "score_start",
         "sent",
         "top",
+        "unloaded",
         "version",
     )
 
     def __init__(
-        self, version: int, top: int, score_start: int = -1, *, generates: bool = False
+        self,
+        version: Versions,
+        top: int,
+        score_start: int = -1,
+        *,
+        lora: str | None = None,
+        generates: bool = False,
     ) -> None:
         self.version = version
         self.top = top
         self.score_start = score_start
         self.generates = generates
+        self.lora = lora
+        self.unloaded = ""
         self.sent = 0
         self.resumed = 0
-        self.changes: list[tuple[int, int]] = []
-        self.prefills: list[tuple[int, int]] = []
+        self.changes: list[tuple[int, Versions]] = []
+        self.prefills: list[tuple[int, Versions]] = []
         self.masks: dict[int, NDArray[np.int32]] | None = None
         self.mask_ids = 0
 
-    def prefilled(self, begin: int, version: int) -> None:
+    def prefilled(self, begin: int, version: Versions) -> None:
         """Record a forward pass of the prompt from position ``begin``.
 
         A retracted request starts again at 0.
@@ -68,6 +82,11 @@ class TrackedRequest:
             self.prefills.pop()
         if not self.prefills or self.prefills[-1][1] != version:
             self.prefills.append((begin, version))
+
+    def changed(self, at: int, version: Versions) -> None:
+        """Record that ``version`` computes the tokens from position ``at`` on."""
+        if version != (self.changes[-1][1] if self.changes else self.version):
+            self.changes.append((at, version))
 
     def add_mask(self, at: int, ids: NDArray[np.int32]) -> bool:
         """Keep the tokens that could be drawn at an output position, if they are wanted.
@@ -88,7 +107,7 @@ class TrackedRequest:
             return None
         return [masks.pop(at, _NOTHING) for at in range(self.sent, self.sent + count)]
 
-    def take(self, count: int) -> list[tuple[int, int]]:
+    def take(self, count: int) -> list[tuple[int, Versions]]:
         """Count ``count`` more tokens as sent; return them as [(number, version)], never empty."""
         if not self.changes:
             self.sent += count

@@ -183,7 +183,7 @@ class SglangWeights:
 
     def nearly_staged(self, seconds: float, exchanged: bool) -> None:
         if self._scheduler.sglrl_adapter is not None:
-            self._scheduler.sglrl_adapter.weight_commands.expect(seconds if exchanged else None)
+            self._scheduler.sglrl_adapter.draining.commands.expect(seconds if exchanged else None)
 
     def step_seconds(self) -> float:
         return float(self._scheduler.sglrl_step_seconds)
@@ -191,7 +191,7 @@ class SglangWeights:
     def forget(self) -> None:
         self._ready = None
         if self._scheduler.sglrl_adapter is not None:
-            self._scheduler.sglrl_adapter.weight_commands.expect_none()
+            self._scheduler.sglrl_adapter.draining.commands.expect_none()
 
     def commit(self, update: int, version: int, inflight: str) -> None:
         self._command(WeightCommand(update, version, inflight, hold=False))
@@ -239,7 +239,7 @@ class SglangWeights:
     def _command(self, command: WeightCommand) -> None:
         adapter = self._scheduler.sglrl_adapter
         if adapter is not None:
-            adapter.weight_commands.put(command)
+            adapter.draining.commands.put(command)
 
     # --- on the scheduler's thread ----------------------------------------------------------------
 
@@ -334,14 +334,9 @@ class SglangWeights:
         self._switch(hold.version)
 
     def _switch(self, version: int) -> None:
-        """Use a version from the next step on.
-
-        Requests without a prefill get a new cache key, so that they find no KV of older versions.
-        """
-        scheduler = self._scheduler
-        scheduler.sglrl_version = version
-        for request in (*scheduler.waiting_queue, *scheduler.grammar_manager.grammar_queue):
-            request.extra_key = str(version)
+        """Use a version from the next step on."""
+        self._scheduler.sglrl_version = version
+        self._scheduler.sglrl_new_keys()
 
     def _stream(self) -> Any:
         """Return the stream on which the model's kernels run."""

@@ -1,0 +1,92 @@
+"""Rollouts without asyncio."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, Self
+
+from ..errors import UsageError
+from ..rollouts.group import Group
+from ..rollouts.metrics import RolloutMetrics
+from ..rollouts.run import Rollout
+from .client_thread import plain
+
+if TYPE_CHECKING:
+    from .blocking import BlockingClient
+
+
+class BlockingRollout:
+    """``Rollout`` without ``await``. Iterate over its groups or over its ``batches()``.
+
+    ``BlockingClient.rollout`` makes it. ``with`` closes it also when the block exits early.
+    """
+
+    def __init__(self, client: BlockingClient, run: Rollout) -> None:
+        self._client = client
+        self._run = run
+        self._begun = False
+
+    def __enter__(self) -> Self:
+        self._begun = True
+        self._client._wait(self._enter())
+        return self
+
+    async def _enter(self) -> None:
+        await self._run.__aenter__()
+        self._client._runs.add(self._run)
+
+    async def _close(self) -> None:
+        await self._run.close()
+        self._client._runs.discard(self._run)
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """See ``Rollout.close``. Closing the client also closes its rollouts."""
+        if self._client._loop is not None:
+            self._client._wait(self._close())
+
+    def __iter__(self) -> Iterator[Group]:
+        if not self._begun:
+            with self:
+                yield from self
+            return
+        # aiter raises if the rollout cannot be iterated.
+        aiter(self._run)
+        while groups := self.take(1):
+            yield from groups
+
+    def batches(self) -> Iterator[list[Group]]:
+        """See ``Rollout.batches``."""
+        size = self._run.batch_size
+        if size is None:
+            raise UsageError("batches() needs rollout(..., batch_size=)")
+        while batch := self.take(size):
+            yield batch
+
+    def take(self, n: int = 1, *, timeout: float | None = None) -> list[Group]:
+        """See ``Rollout.take``."""
+        return self._client._wait(self._run.take(n, timeout=timeout))
+
+    def pause(self, *, timeout: float | None = None) -> None:
+        """See ``Rollout.pause``."""
+        self._client._wait(self._run.pause(timeout=timeout))
+
+    def resume(self) -> None:
+        """See ``Rollout.resume``."""
+        self._client._wait(plain(self._run.resume))
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``Rollout.state_dict``."""
+        return self._client._wait(plain(self._run.state_dict))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """See ``Rollout.save``."""
+        self._client._wait(plain(lambda: self._run.save(path)))
+
+    @property
+    def metrics(self) -> RolloutMetrics:
+        """See ``Rollout.metrics``."""
+        return self._client._wait(plain(lambda: self._run.metrics))

@@ -1,0 +1,401 @@
+"""The LoRA adapters of a pool: load, replace and unload them on all workers.
+
+A load or a replacement has two phases. All workers first receive and prepare the adapter. Only then
+all workers make it live. If a worker cannot prepare it, all of them give it up.
+
+The driver keeps every adapter. A worker that starts later receives all adapters before its first
+call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any, Final, Protocol
+
+import msgspec
+from msgspec import Raw
+
+from ..actors.actor import Actor, EndpointSpec, deadline_from, endpoint, endpoints_of
+from ..actors.replies import UnaryReply
+from ..config import check_timeout
+from ..core.calls import Call
+from ..core.driver_listener import DriverListener
+from ..driver.driver import Driver
+from ..driver.gathering import submit_all
+from ..driver.port import PoolPort
+from ..errors import (
+    Closed,
+    EngineError,
+    UnknownAdapter,
+    UsageError,
+    WorkerLost,
+)
+from ..weights.adapter_config import AdapterConfig
+from ..weights.deadline import Deadline, turn
+from ..weights.update_report import UpdateReport
+from ..weights.update_request import UpdateRequest
+from ..wire.codec import encode
+from ..wire.engine import EngineInfo, LoraCommit, LoraKeep, LoraPrepare
+from ..wire.weights import ModelDescription
+from .threads import in_thread
+
+logger = logging.getLogger("sglrl.weights")
+
+_FIRST: Final = 1 << 62
+"""Priority of these calls, which are sent to a worker before all other calls."""
+_COMMIT_SECONDS: Final = 1.0
+"""Least seconds that a worker has for a commit."""
+_LONGEST_NAME: Final = 256
+_INFLIGHT: Final = ("continue", "retract", "abort")
+
+
+class LoraInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A loaded LoRA adapter.
+
+    Attributes:
+        version: 0 for the first adapter that was loaded under this name. Each replacement and each
+            new load has a larger version.
+        rank: the rank of its matrices.
+        scaling: the factor of its update of a module, ``lora_alpha / r``.
+        target_modules: the last parts of the names of the modules that it changes.
+        bytes: the size of its tensors.
+    """
+
+    name: str
+    version: int
+    rank: int
+    scaling: float
+    target_modules: tuple[str, ...]
+    bytes: int
+
+
+class AdapterPort(Protocol):
+    """The adapters of a pool. ``PoolAdapters`` implements it for a local pool."""
+
+    @property
+    def loaded(self) -> Mapping[str, LoraInfo]:
+        """The loaded adapters by name."""
+        ...
+
+    async def start(self, driver: Driver, info: EngineInfo) -> None:
+        """The pool has started."""
+        ...
+
+    def check(self, name: Any) -> str:
+        """Return the name of an adapter.
+
+        Raises:
+            UnknownAdapter: it is not loaded.
+        """
+        ...
+
+    def route_version(self, name: str, version: int) -> int:
+        """Return a number that differs for two calls if their KV cache differs."""
+        ...
+
+    async def load(self, name: Any, adapter: Any, config: Any, timeout: float) -> LoraInfo: ...
+
+    async def replace(
+        self, name: Any, adapter: Any, config: Any, request: UpdateRequest
+    ) -> UpdateReport: ...
+
+    async def unload(self, name: Any, timeout: float) -> None: ...
+
+
+class _Endpoints(Actor):
+    """The endpoints of ``workers/mailbox.py``. ``wire/engine.py`` documents their arguments."""
+
+    @endpoint
+    async def lora_part(self) -> None:
+        raise NotImplementedError
+
+    @endpoint
+    async def lora_prepare(self) -> None:
+        raise NotImplementedError
+
+    @endpoint
+    async def lora_commit(self) -> float:
+        raise NotImplementedError
+
+    @endpoint
+    async def lora_keep(self) -> None:
+        raise NotImplementedError
+
+
+_SPECS: Final[dict[str, EndpointSpec]] = endpoints_of(_Endpoints)
+
+
+class _Loaded(msgspec.Struct, frozen=True):
+    """An adapter that all workers have, and the calls that bring it to another worker."""
+
+    info: LoraInfo
+    serial: int
+    calls: list[tuple[str, Raw]]
+
+
+class PoolAdapters(DriverListener):
+    """The adapters of this process's pool.
+
+    Args:
+        expel: ``expel(worker, reason)`` kills a worker's processes.
+        initial: adapters to load at the start: folders by name.
+    """
+
+    def __init__(
+        self, pool: PoolPort, expel: Any, initial: Mapping[str, Any] | None = None
+    ) -> None:
+        self._pool = pool
+        self._expel = expel
+        self._initial = initial or {}
+        self._driver: Driver
+        self._info: EngineInfo
+        self._loaded: dict[str, _Loaded] = {}
+        self._versions: dict[str, int] = {}
+        """The last version of each name that was ever loaded."""
+        self._serial = 0
+        self._lock = asyncio.Lock()
+        self._prepared: set[int] = set()
+        """Workers that have prepared the adapter of the running load."""
+
+    @property
+    def loaded(self) -> Mapping[str, LoraInfo]:
+        return {name: one.info for name, one in self._loaded.items()}
+
+    async def start(self, driver: Driver, info: EngineInfo) -> None:
+        self._driver, self._info = driver, info
+        driver.add_listener(self)
+        for name, folder in self._initial.items():
+            await self.load(name, folder, None, 600.0)
+
+    def check(self, name: Any) -> str:
+        if not isinstance(name, str):
+            raise UnknownAdapter(f"lora must be the name of an adapter, got {name!r}")
+        if name not in self._loaded:
+            known = ", ".join(map(repr, self._loaded)) or "none"
+            raise UnknownAdapter(f"no adapter {name!r} is loaded (loaded: {known}); use load_lora")
+        return name
+
+    def route_version(self, name: str, version: int) -> int:
+        return hash((version, self._loaded[name].serial)) if name in self._loaded else version
+
+    # --- calls of the client ----------------------------------------------------------------------
+
+    async def load(self, name: Any, adapter: Any, config: Any, timeout: float) -> LoraInfo:
+        self._check_name(name)
+        request = UpdateRequest(specs=[], timeout=timeout)
+        request.check_values()
+        most = self._info.max_loaded_loras
+        async with turn(self._lock, Deadline(request.timeout, request.begun)):
+            if name in self._loaded:
+                raise UsageError(
+                    f"an adapter {name!r} is loaded; use update_weights(..., lora={name!r}) to "
+                    "replace it, or unload_lora"
+                )
+            if most and len(self._loaded) >= most:
+                raise UsageError(f"{most} adapters are loaded, the most allowed (max_loaded_loras)")
+            await self._bring(name, adapter, config, None, request)
+        return self._loaded[name].info
+
+    async def replace(
+        self, name: Any, adapter: Any, config: Any, request: UpdateRequest
+    ) -> UpdateReport:
+        self.check(name)
+        if request.inflight not in _INFLIGHT:
+            raise UsageError(
+                f"inflight must be one of {', '.join(_INFLIGHT)} for an adapter, got "
+                f"{request.inflight!r}"
+            )
+        deadline = Deadline(request.timeout, request.begun)
+        async with turn(self._lock, deadline, wait=request.wait):
+            self.check(name)
+            return await self._bring(name, adapter, config, self._loaded[name], request)
+
+    async def unload(self, name: Any, timeout: float) -> None:
+        self.check(name)
+        check_timeout(timeout)
+        deadline = Deadline(timeout)
+        async with turn(self._lock, deadline):
+            self.check(name)
+            del self._loaded[name]
+            await self._on_all("lora_keep", self._keep(), deadline)
+
+    def _check_name(self, name: Any) -> None:
+        if not self._info.max_lora_rank:
+            raise UsageError(
+                "the engine takes no adapters; launch it with enable_lora=True, max_lora_rank= and "
+                "lora_target_modules="
+            )
+        if not isinstance(name, str) or not 0 < len(name) <= _LONGEST_NAME:
+            raise UsageError(
+                f"the name of an adapter is text of 1 to {_LONGEST_NAME} characters, got {name!r}"
+            )
+
+    # --- load and replace -------------------------------------------------------------------------
+
+    async def _bring(
+        self, name: str, adapter: Any, config: Any, old: _Loaded | None, request: UpdateRequest
+    ) -> UpdateReport:
+        """Bring an adapter to all workers, and make it live. The caller holds the lock.
+
+        Raises:
+            InvalidAdapter: it does not fit. No worker has it.
+            DeadlineExceeded: a worker did not prepare it in time. No worker has it.
+            WorkerLost: no worker is left.
+        """
+        from ..weights.adapter_source import load_cargo, look_at
+
+        deadline = Deadline(request.timeout, request.begun)
+        version = request.check(self._versions.get(name, -1))
+        given = look_at(adapter, config)
+        found = given.config
+        if found is None:
+            if old is None:
+                raise UsageError(
+                    "config= is missing: PEFT's LoraConfig, or a mapping of its fields"
+                )
+            found = AdapterConfig(old.info.rank, old.info.scaling)
+        model = await self._model(deadline)
+        cargo = await in_thread(load_cargo, given, found, self._info, model, request.check_finite)
+        self._serial += 1
+        serial = self._serial
+        calls = [("lora_part", Raw(part)) for part in await in_thread(cargo.encoded, serial)]
+        calls.append(("lora_prepare", Raw(encode(LoraPrepare(serial, *found)))))
+        prepare_at = time.perf_counter()
+        try:
+            await self._prepare_everywhere(calls, deadline)
+        except BaseException:
+            self._give_up()
+            raise
+        commit_at = time.perf_counter()
+        # No await up to the submission of the commits, so a worker that starts to serve receives
+        # either this version with the others, or a commit.
+        info = LoraInfo(
+            name=name,
+            version=version,
+            rank=found.rank,
+            scaling=found.scaling,
+            target_modules=cargo.modules,
+            bytes=cargo.size,
+        )
+        commit = LoraCommit(serial, name, version, request.inflight)
+        calls.append(("lora_commit", Raw(encode(commit))))
+        self._loaded[name] = _Loaded(info, serial, calls)
+        self._versions[name] = version
+        pauses = await self._on_all(*calls[-1], deadline)
+        ended = time.perf_counter()
+        return UpdateReport(
+            version=version,
+            bytes=cargo.size,
+            workers=[*pauses],
+            mode="lora",
+            join_ms=0.0,
+            gather_ms=(prepare_at - request.begun) * 1e3,
+            prepare_ms=(commit_at - prepare_at) * 1e3,
+            broadcast_ms=0.0,
+            stage_ms=0.0,
+            commit_ms=(ended - commit_at) * 1e3,
+            total_ms=(ended - request.begun) * 1e3,
+            pause_ms=[*pauses.values()],
+        )
+
+    async def _model(self, deadline: Deadline) -> ModelDescription | None:
+        """Return the tensors of the model, or None if they are not known."""
+        if not self._info.sglang_version:
+            return None
+        try:
+            return await self._pool.weights.describe(deadline.left)
+        except EngineError:
+            # For example a quantized model. The workers check the shapes too.
+            return None
+
+    async def _prepare_everywhere(self, calls: list[tuple[str, Raw]], deadline: Deadline) -> None:
+        self._prepared = set()
+        while missing := [w for w in self._driver.ready if w not in self._prepared]:
+            # ``on_lost`` removes a worker that is lost from now on.
+            self._prepared.update(missing)
+            made = [
+                self._call(*call, worker, deadline.left) for worker in missing for call in calls
+            ]
+            for answer in await self._submit(made):
+                if isinstance(answer, BaseException) and not isinstance(answer, WorkerLost):
+                    raise answer
+        if not self._driver.ready:
+            raise WorkerLost("no worker is left that could load the adapter")
+
+    def _give_up(self) -> None:
+        """Let all workers forget the adapter that was not committed."""
+        for worker in self._driver.ready:
+            self._tell([("lora_keep", self._keep())], worker)
+
+    def _keep(self) -> Raw:
+        return Raw(encode(LoraKeep([one.serial for one in self._loaded.values()])))
+
+    # --- calls of workers -------------------------------------------------------------------------
+
+    def _call(self, name: str, args: Raw, worker: int, seconds: float | None) -> Call:
+        spec = _SPECS[name]
+        future: asyncio.Future[Any] = self._driver.loop.create_future()
+        return Call(
+            name,
+            args,
+            UnaryReply(future, spec.result),
+            deadline=None if seconds is None else deadline_from(seconds),
+            priority=_FIRST,
+            pinned=worker,
+            urgent=True,
+        )
+
+    async def _submit(self, calls: list[Call]) -> list[Any]:
+        futures = [call.reply.future for call in calls]
+        return await submit_all(self._driver, calls, futures, return_exceptions=True)
+
+    async def _on_all(self, name: str, args: Raw, deadline: Deadline) -> dict[int, Any]:
+        """Call an endpoint of all workers that serve. Kill a worker that fails or is late.
+
+        Returns:
+            The answers by worker.
+        """
+        left = max(_COMMIT_SECONDS, deadline.left)
+        calls = [self._call(name, args, worker, left) for worker in self._driver.ready]
+        found = {}
+        for call, answer in zip(calls, await self._submit(calls), strict=True):
+            assert call.pinned is not None
+            if not isinstance(answer, BaseException):
+                found[call.pinned] = answer
+            elif not isinstance(answer, (WorkerLost, Closed)):
+                self._expel(call.pinned, f"its adapters could not be changed: {answer}")
+        return found
+
+    def _tell(self, calls: Iterable[tuple[str, Raw]], worker: int) -> None:
+        """Call endpoints of a worker without waiting. Kill the worker if it fails."""
+        with contextlib.suppress(Closed, WorkerLost):
+            for name, args in calls:
+                call = self._call(name, args, worker, None)
+                call.reply.future.add_done_callback(partial(self._told, worker))
+                self._driver.submit(call)
+
+    def _told(self, worker: int, answer: asyncio.Future[Any]) -> None:
+        error = None if answer.cancelled() else answer.exception()
+        if error is not None and not isinstance(error, (WorkerLost, Closed)):
+            logger.warning("worker %d: %s", worker, error)
+            self._expel(worker, f"it could not load the adapters: {error}")
+
+    # --- events of the driver ---------------------------------------------------------------------
+
+    def before_serving(self, worker: int) -> None:
+        if self._versions:
+            # A worker that was away may have adapters that were unloaded or replaced meanwhile.
+            self._tell([("lora_keep", self._keep())], worker)
+            for one in self._loaded.values():
+                self._tell(one.calls, worker)
+
+    def on_lost(self, worker: int) -> None:
+        self._prepared.discard(worker)
+
+    def on_away(self, worker: int) -> None:
+        self._prepared.discard(worker)

@@ -1,0 +1,70 @@
+"""The methods of ``Client`` that load and unload LoRA adapters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .adapters import AdapterPort, LoraInfo
+from .client_base import ClientBase
+
+
+class LoraMethods(ClientBase):
+    """The adapter methods of ``Client``. The client sets this attribute."""
+
+    _adapters: AdapterPort
+
+    @property
+    def loras(self) -> dict[str, LoraInfo]:
+        """The loaded adapters by name."""
+        return dict(self._adapters.loaded)
+
+    async def load_lora(
+        self, name: str, adapter: Any, *, config: Any = None, timeout: float = 60.0
+    ) -> LoraInfo:
+        """Load a LoRA adapter on all workers, for ``generate(..., lora=name)``.
+
+        Workers that start later load it before they serve. ``update_weights(..., lora=name)``
+        replaces it. Requests of different adapters, and of none, run in the same batch. Adapters
+        and their versions do not share KV cache.
+
+        The engine must be launched with ``enable_lora=True``, ``max_lora_rank=`` and
+        ``lora_target_modules=``, or with ``lora_paths=``.
+
+        Args:
+            name: text of 1 to 256 characters.
+            adapter: a folder that PEFT saved (``adapter_config.json``,
+                ``adapter_model.safetensors``), a ``PeftModel``, or the adapter's tensors by PEFT's
+                names: a mapping, a TensorDict or an iterable of (name, tensor).
+            config: PEFT's ``LoraConfig``, or a mapping of its fields: ``r``, ``lora_alpha`` and
+                ``use_rslora``. The engine takes the modules from the names of the tensors. None:
+                the one of the folder or of the ``PeftModel``.
+            timeout: seconds from this call until all workers must have prepared the adapter.
+
+        Raises:
+            InvalidAdapter: the configuration is missing or not supported, or names, shapes or the
+                rank do not fit the engine. No worker has the adapter.
+            InvalidWeights: a value is not finite.
+            UsageError: the name is in use, the engine takes no adapters, or ``max_loaded_loras``
+                are loaded.
+            DeadlineExceeded, UpdateInProgress: it took too long. No worker has the adapter.
+            WorkerLost: no worker is left.
+        """
+        self._running()
+        return await self._adapters.load(name, adapter, config, timeout)
+
+    async def unload_lora(self, name: str, *, timeout: float = 60.0) -> None:
+        """Unload an adapter on all workers.
+
+        New calls with this adapter raise ``UnknownAdapter`` at once. Its running calls end with
+        ``UnknownAdapter``.
+
+        Args:
+            timeout: seconds from this call until the workers must have unloaded it. A worker that
+                is late is killed, and replaced by a worker without the adapter.
+
+        Raises:
+            UnknownAdapter: no such adapter is loaded.
+            UpdateInProgress: another load was still running after ``timeout`` seconds.
+        """
+        self._running()
+        await self._adapters.unload(name, timeout)

@@ -1,0 +1,145 @@
+"""Read a LoRA adapter from the files or the tensors that a caller gives."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import torch
+
+from ..core.adapters import check_adapter, own_name
+from ..errors import InvalidAdapter
+from ..wire.codec import encode
+from ..wire.engine import EngineInfo, LoraPart, TensorValue
+from ..wire.weights import ModelDescription, TensorSpec
+from .adapter_config import AdapterConfig, checked_config, saved_config, weights_file
+from .finite import FiniteCheck
+from .tensor_source import Taken, take
+
+_PART_BYTES: Final = 16 << 20
+"""Bytes of tensors in one message, unless a single tensor is larger."""
+
+
+class GivenAdapter(NamedTuple):
+    """An adapter as a caller gives it.
+
+    Attributes:
+        config: None: the caller gave none.
+        tensors: its tensors, or the file that holds them.
+    """
+
+    config: AdapterConfig | None
+    tensors: Taken | Path
+
+
+def look_at(adapter: Any, config: Any = None) -> GivenAdapter:
+    """Record a caller's adapter at this moment, with the caller's streams current.
+
+    Args:
+        adapter: a folder, a ``PeftModel``, or its tensors in a form that ``update_weights`` takes.
+        config: PEFT's ``LoraConfig``, or a mapping of its fields. None: the one of ``adapter``, if
+            this is a folder or a ``PeftModel``.
+
+    Raises:
+        InvalidAdapter: the configuration or a file is missing or wrong.
+        UsageError: ``adapter`` or ``config`` has another type.
+    """
+    tensors: Taken | Path
+    if isinstance(adapter, (str, os.PathLike)):
+        folder = Path(adapter).expanduser()
+        config = saved_config(folder) if config is None else config
+        tensors = weights_file(folder)
+    elif hasattr(adapter, "peft_config") and hasattr(adapter, "get_base_model"):
+        config = adapter.peft_config[adapter.active_adapter] if config is None else config
+        tensors = take(list(_of_peft(adapter)))
+    else:
+        tensors = take(adapter)
+    return GivenAdapter(None if config is None else checked_config(config), tensors)
+
+
+def _of_peft(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of the active adapter of a ``PeftModel``."""
+    end = f".{model.active_adapter}.weight"
+    for name, tensor in model.named_parameters():
+        if name.endswith(end) and (".lora_A." in name or ".lora_B." in name):
+            yield name.removesuffix(end) + ".weight", tensor
+
+
+class AdapterCargo(NamedTuple):
+    """The tensors of a checked adapter in the form in which they are sent.
+
+    Attributes:
+        parts: arguments of ``lora_part``, without the serial number of the upload.
+        modules: the last parts of the names of the modules that it changes.
+        size: of the tensors, in bytes.
+    """
+
+    parts: list[list[TensorValue]]
+    modules: tuple[str, ...]
+    size: int
+
+    def encoded(self, serial: int) -> list[bytes]:
+        """Return the arguments of the calls ``lora_part`` of one upload."""
+        return [encode(LoraPart(serial, part)) for part in self.parts]
+
+
+def load_cargo(
+    given: GivenAdapter,
+    config: AdapterConfig,
+    info: EngineInfo,
+    model: ModelDescription | None,
+    check_finite: bool = True,
+) -> AdapterCargo:
+    """Read, check and pack an adapter. This takes long, so call it in a thread.
+
+    Raises:
+        InvalidAdapter, InvalidWeights: the adapter does not fit the engine, or is not finite.
+    """
+    source = given.tensors
+    named, ready = (_read(source), []) if isinstance(source, Path) else source
+    for event in ready:
+        event.synchronize()
+    tensors = {own_name(name): tensor.detach() for name, tensor in named}
+    if len(tensors) < len(named):
+        raise InvalidAdapter("two tensors of the adapter have the same name")
+    specs = [
+        TensorSpec(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        for name, tensor in tensors.items()
+    ]
+    check_adapter(specs, config.rank, info, model)
+    dtype = getattr(torch, info.dtype)
+    if check_finite:
+        check = FiniteCheck()
+        check.add((name, tensor, dtype) for name, tensor in tensors.items())
+        check.finish()
+    parts: list[list[TensorValue]] = [[]]
+    size = total = 0
+    for name, tensor in tensors.items():
+        data = _bytes_of(tensor, dtype)
+        if size and size + len(data) > _PART_BYTES:
+            parts.append([])
+            size = 0
+        parts[-1].append(TensorValue(name, info.dtype, tuple(tensor.shape), data))
+        size += len(data)
+        total += len(data)
+    modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
+    return AdapterCargo(parts, tuple(sorted(modules)), total)
+
+
+def _read(file: Path) -> list[tuple[str, torch.Tensor]]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return list(load_file(file).items())
+    except (SafetensorError, OSError) as error:
+        raise InvalidAdapter(f"{file} cannot be read: {error}") from None
+
+
+def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> bytes:
+    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    flat = full.to(dtype).cpu().contiguous().flatten()
+    found: bytes = flat.view(torch.uint8).numpy().tobytes()
+    return found

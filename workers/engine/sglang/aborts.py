@@ -1,0 +1,96 @@
+"""Abort requests, wherever they are: not yet sent to SGLang, waiting there, or running."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
+
+from sglrl.wire.calls import ItemKind
+from sglrl.wire.engine import TokenChunk
+
+from . import convert
+from .commands import ABOUT_REQUESTS, PauseCommand
+
+if TYPE_CHECKING:
+    from .adapter import Adapter
+
+_REQUESTS = (TokenizedGenerateReqInput, *ABOUT_REQUESTS)
+
+
+class Aborts:
+    """The aborts of one adapter's requests."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+
+    def take_unsent(self, id_: int) -> bool:
+        """Forget a request that SGLang has not received. It would ignore an abort of this request.
+
+        Returns:
+            False if SGLang has received it.
+        """
+        adapter, rid = self._adapter, convert.request_id(id_)
+        for unsent in (adapter.incoming, adapter.draining.held_back):
+            others = [r for r in unsent if not (isinstance(r, _REQUESTS) and r.rid == rid)]
+            if len(others) < len(unsent):
+                unsent[:] = others
+                del adapter.requests[id_]
+                adapter.next_tokens.wanted.pop(rid, None)
+                return True
+        return False
+
+    def all(self, before: str) -> int:
+        """Abort all ``generate`` requests. Return their number.
+
+        Args:
+            before: see ``running``.
+        """
+        adapter = self._adapter
+        ended: set[str] = set()
+        adapter.incoming = self._return_unsent(adapter.incoming, ended)
+        adapter.draining.held_back = self._return_unsent(adapter.draining.held_back, ended)
+        aborts = self.running(set(), before)
+        adapter.incoming += aborts
+        return len(ended) + sum(isinstance(request, AbortReq) for request in aborts)
+
+    def _return_unsent(self, requests: list[Any], ended: set[str]) -> list[Any]:
+        """Answer the ``generate`` requests that SGLang has not received. Return all others."""
+        adapter = self._adapter
+        others = []
+        for asked in requests:
+            if isinstance(asked, _REQUESTS):
+                id_ = convert.call_id(asked.rid)
+                request = adapter.requests.get(id_)
+                if request is not None and request.generates and id_ not in adapter.cancelled:
+                    del adapter.requests[id_]
+                    ended.add(asked.rid)
+                    chunk = TokenChunk(b"", finish="abort", version=request.version[0])
+                    adapter.mailbox.put(id_, ItemKind.DONE, chunk)
+                if asked.rid in ended:
+                    continue
+            others.append(asked)
+        return others
+
+    def running(self, except_for: set[str], before: str, lora: str | None = None) -> list[Any]:
+        """Return commands that abort the ``generate`` requests which SGLang holds.
+
+        SGLang then returns each request with its tokens so far. It returns waiting requests at
+        once. It returns running requests in the next step that continues requests, which comes
+        when no other request waits for its prefill.
+
+        Args:
+            except_for: SGLang ids of requests to keep.
+            before: the mode of the ``PauseCommand`` that returns running requests to the queue.
+            lora: abort only the requests with this adapter. None: all.
+        """
+        adapter = self._adapter
+        aborts: list[Any] = [PauseCommand(-1, before)]
+        for id_, request in adapter.requests.items():
+            rid = convert.request_id(id_)
+            known = id_ in adapter.cancelled or id_ in adapter.returned
+            other = lora is not None and request.lora != lora
+            if request.generates and not (known or other) and rid not in except_for:
+                adapter.returned.add(id_)
+                aborts.append(AbortReq(rid=rid))
+        return aborts

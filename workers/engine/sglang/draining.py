@@ -1,0 +1,64 @@
+"""The order of requests and weight commands, and commands that wait until no request runs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
+
+from .commands import ABOUT_REQUESTS, WeightCommand
+from .weight_commands import WeightCommands
+
+if TYPE_CHECKING:
+    from .adapter import Adapter
+
+
+class Draining:
+    """Puts weight commands between the requests. True while there is a command.
+
+    Attributes:
+        commands: the commands that the scheduler has not executed.
+        waiting: the command that waits until the running requests have finished, or None.
+        held_back: the new requests that wait for it.
+    """
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+        self.commands = WeightCommands(adapter.mailbox.wake)
+        self.waiting: WeightCommand | None = None
+        self.held_back: list[Any] = []
+
+    def __bool__(self) -> bool:
+        return bool(self.commands) or self.waiting is not None
+
+    def ordered(self, incoming: list[Any]) -> list[Any]:
+        """Append the next weight command to the requests, or hold them back."""
+        if self.waiting is not None and self._given_up(self.waiting):
+            self.waiting = None
+            back, self.held_back = self.held_back, []
+            return [*back, *incoming]
+        if self.waiting is None:
+            command = self.commands.pop()
+            if self._given_up(command):
+                return incoming
+            if command.inflight == "abort":
+                fresh = {r.rid for r in incoming if isinstance(r, TokenizedGenerateReqInput)}
+                # A score has no partial result. It is computed again; the command does not wait.
+                return [*incoming, *self._adapter.aborts.running(fresh, "back"), command]
+            if command.inflight != "drain":
+                return [*incoming, command]
+            self.waiting = command
+        requests = (TokenizedGenerateReqInput, *ABOUT_REQUESTS)
+        self.held_back += [r for r in incoming if isinstance(r, requests)]
+        passed = [r for r in incoming if not isinstance(r, requests)]
+        if passed or not self._adapter.scheduler.is_fully_idle():
+            return passed
+        command, self.waiting = self.waiting, None
+        back, self.held_back = self.held_back, []
+        # SGLang only queues these requests before the command. Their prefill uses the new weights.
+        return [*back, command]
+
+    def _given_up(self, command: WeightCommand) -> bool:
+        weights = self._adapter.scheduler.sglrl_weights
+        assert weights is not None
+        return bool(weights.given_up(command))

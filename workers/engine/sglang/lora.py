@@ -1,0 +1,293 @@
+"""The LoRA adapters of one rank, in SGLang's own memory pool.
+
+``lora_calls.py`` makes the commands. Every rank of a replica executes them at the same place in its
+loop. A thread prepares an adapter, so the engine continues meanwhile. Its commit is one step's
+pause: the tensors are copied to the adapter's slot of the pool, if it has one. A replacement keeps
+SGLang's id of the adapter, so running requests continue with the new tensors.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from sglang.srt.lora.layers import FusedMoEWithLoRA
+from sglang.srt.lora.lora import LoRAAdapter
+from sglang.srt.lora.lora_config import LoRAConfig
+from sglang.srt.lora.lora_registry import LoRARef
+from sglang.srt.lora.utils import get_stacked_multiply
+
+from sglrl.core.adapters import STACKED, parent_of, siblings
+from sglrl.errors import EngineError, InvalidAdapter
+from sglrl.wire.engine import TensorValue
+
+from .commands import AdapterCommand, CommitAdapter, DropAdapters, PrepareAdapter
+from .patch import Setup
+
+
+def install(setup: Setup) -> Callable[[Any], bool]:
+    """Return a function that gives the scheduler its ``Adapters``."""
+
+    def finish(scheduler: Any) -> bool:
+        scheduler.sglrl_adapters = Adapters(scheduler)
+        if setup.adapter is not None:
+            setup.adapter.lora.start(scheduler.sglrl_adapters)
+        return True
+
+    return finish
+
+
+class _Preparation:
+    """An adapter that a thread prepares. After ``thread`` has ended, it is ready or has an error.
+
+    Attributes:
+        adapter: SGLang's adapter. Its tensors are in the memory of the host.
+        staged: the same with tensors on the GPU, or ``adapter`` on a CPU.
+    """
+
+    def __init__(self, command: PrepareAdapter) -> None:
+        self.command = command
+        self.adapter: Any = None
+        self.staged: Any = None
+        self.error: Exception | None = None
+        self.thread: threading.Thread
+
+
+class Adapters:
+    """The adapters of one rank's scheduler. Only the scheduler's thread calls the methods.
+
+    Attributes:
+        versions: by SGLang's id of an adapter, the version that the next step uses. A change
+            replaces the mapping.
+        on_prepared: called with a command and its error, on another thread.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._manager = manager = scheduler.tp_worker.model_runner.lora_manager
+        self._preparing: dict[int, _Preparation] = {}
+        self._serials: dict[str, int] = {}
+        self.versions: Mapping[str, int] = {}
+        self.on_prepared: Callable[[PrepareAdapter, Exception | None], None] = lambda *_: None
+        wrapped = [name for layer in manager.lora_modules for name in layer]
+        wanted = sorted(manager.target_modules)
+        if not wrapped:
+            raise EngineError(f"the model has no modules {', '.join(wanted)} (lora_target_modules)")
+        if any(
+            isinstance(module, FusedMoEWithLoRA)
+            for layer in manager.lora_modules
+            for module in layer.values()
+        ):
+            raise EngineError(
+                "adapters cannot change the experts of this model: remove gate_proj, up_proj and "
+                "down_proj from lora_target_modules"
+            )
+
+    @property
+    def max_rank(self) -> int:
+        return int(self._manager.max_lora_rank)
+
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        """The names of modules that adapters may change, as checkpoints have them."""
+        found: set[str] = set()
+        for name in self._manager.target_modules:
+            found.update(STACKED.get(name, (name,)))
+        return tuple(sorted(found))
+
+    def cache_key(self, uid: str) -> str:
+        """Return the part of the key of the KV cache that no two versions of adapters share."""
+        return f"/{self._serials[uid]}/"
+
+    def execute(self, command: AdapterCommand) -> float:
+        """Execute a command between two steps. Return the milliseconds that it took.
+
+        Raises:
+            EngineError: an adapter that this rank must have could not be prepared. The worker ends.
+        """
+        begun = time.perf_counter()
+        match command:
+            case PrepareAdapter():
+                self._prepare(command)
+            case CommitAdapter():
+                self._commit(command)
+            case DropAdapters():
+                self._drop(command)
+        return (time.perf_counter() - begun) * 1e3
+
+    def _prepare(self, command: PrepareAdapter) -> None:
+        made = self._preparing[command.serial] = _Preparation(command)
+        made.thread = threading.Thread(target=self._make, args=(made,), name="sglrl-lora")
+        made.thread.start()
+
+    def _commit(self, command: CommitAdapter) -> None:
+        uid, manager = command.uid, self._manager
+        made = self._preparing.pop(command.serial)
+        made.thread.join()
+        if made.error is not None:
+            raise EngineError(f"the adapter {command.name!r} could not be loaded: {made.error}")
+        if command.inflight == "retract":
+            self._scheduler.sglrl_retract()
+        manager.configs[uid] = made.adapter.config
+        manager.loras[uid] = made.adapter
+        manager.lora_refs[uid] = LoRARef(
+            lora_id=uid, lora_name=uid, lora_path="__tensor__", pinned=False
+        )
+        pool = manager.memory_pool
+        slot = pool.uid_to_buffer_id.get(uid)
+        if slot is not None:
+            with torch.no_grad(), self._stream():
+                pool.load_lora_weight_to_buffer(
+                    uid, slot, made.staged, manager.lora_modules, None, None
+                )
+                manager._notify_lora_slots_updated({slot})
+        self._serials[uid] = command.serial
+        self.versions = {**self.versions, uid: command.version}
+        self._scheduler.sglrl_new_keys()
+
+    def _drop(self, command: DropAdapters) -> None:
+        for serial in command.serials:
+            self._preparing.pop(serial, None)
+        for uid in command.uids:
+            result = self._manager.unload_lora_adapter(
+                LoRARef(lora_id=uid, lora_name=uid, lora_path="__tensor__", pinned=False)
+            )
+            if not result.success:
+                raise EngineError(f"an adapter could not be unloaded: {result.error_message}")
+            del self._serials[uid]
+        self.versions = {u: v for u, v in self.versions.items() if u not in command.uids}
+
+    def _stream(self) -> AbstractContextManager[Any]:
+        """Return a context in which kernels run in the order of the model's steps."""
+        scheduler = self._scheduler
+        if self._manager.device.type != "cuda" or not scheduler.enable_overlap:
+            return nullcontext()
+        context: AbstractContextManager[Any] = torch.cuda.stream(scheduler.forward_stream)
+        return context
+
+    # --- on the thread of a preparation -----------------------------------------------------------
+
+    def _make(self, made: _Preparation) -> None:
+        try:
+            self._make_adapter(made)
+        except Exception as error:
+            made.error = error
+        self.on_prepared(made.command, made.error)
+
+    def _make_adapter(self, made: _Preparation) -> None:
+        command, manager = made.command, self._manager
+        if command.rank > self.max_rank:
+            raise InvalidAdapter(
+                f"the adapter has rank {command.rank}; at most {self.max_rank} (max_lora_rank)"
+            )
+        given = {sent.name: _tensor(sent).to(manager.dtype) for sent in command.tensors}
+        adapter = self._adapter(command, self._completed(given))
+        self._check(adapter)
+        if manager.device.type != "cuda":
+            made.adapter = made.staged = adapter
+            return
+        adapter.pin_weights_in_cpu()
+        staged = self._adapter(command, {})
+        with torch.cuda.stream(torch.cuda.Stream(manager.device)):
+            for here, there in zip(adapter.layers, staged.layers, strict=True):
+                there.weights = {
+                    name: tensor.to(manager.device, non_blocking=True)
+                    for name, tensor in here.weights.items()
+                }
+            torch.cuda.current_stream(manager.device).synchronize()
+        made.adapter, made.staged = adapter, staged
+
+    def _adapter(self, command: PrepareAdapter, tensors: Mapping[str, torch.Tensor]) -> Any:
+        manager = self._manager
+        config = LoRAConfig.from_dict(
+            {
+                "peft_type": "LORA",
+                "r": command.rank,
+                "lora_alpha": command.scaling * command.rank,
+                "target_modules": list(self.target_modules),
+            }
+        )
+        adapter = LoRAAdapter(
+            str(command.serial),
+            config,
+            manager.base_hf_config,
+            manager.load_config,
+            manager.lora_backend,
+            base_model=manager.base_model,
+        )
+        adapter.initialize_weights_from_tensors(tensors)
+        return adapter
+
+    def _completed(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Add zeros for the modules that are not changed in a stack that is changed in part.
+
+        SGLang stacks the tensors of these modules.
+
+        Raises:
+            InvalidAdapter: a module is not in the pool, or a tensor does not fit it.
+        """
+        modules = {name: m for layer in self._manager.lora_modules for name, m in layer.items()}
+        found = dict(given)
+        for name, tensor in given.items():
+            module = modules.get(parent_of(name))
+            if module is None:
+                raise InvalidAdapter(
+                    f"{name}: the model has no such module, or it is not one of the modules "
+                    f"{', '.join(self.target_modules)} (lora_target_modules=)"
+                )
+            is_a = ".lora_A." in name
+            stack = siblings(name)
+            sizes = _output_sizes(module.base_layer, len(stack))
+            for (leaf, other), size in zip(stack.items(), sizes, strict=True):
+                shape = tuple(tensor.shape) if is_a else (size, tensor.shape[1])
+                if other not in given:
+                    found[other] = torch.zeros(shape, dtype=tensor.dtype)
+                elif tuple(given[other].shape) != shape:
+                    raise InvalidAdapter(
+                        f"{other} has the shape {list(given[other].shape)}, and {leaf} needs "
+                        f"{list(shape)}"
+                    )
+        return found
+
+    def _check(self, adapter: Any) -> None:
+        """Check that the stacked tensors have the shapes of their places in SGLang's pool.
+
+        SGLang itself compares the shapes in a step, and ends the worker if they differ.
+        """
+        manager, pool, rank = self._manager, self._manager.memory_pool, adapter.config.r
+        for index, layer in enumerate(adapter.layers):
+            modules = manager.lora_modules[index]
+            for name, tensor in layer.weights.items():
+                parent = parent_of(name)
+                leaf, module = parent.rpartition(".")[2], modules[parent]
+                if ".lora_A." in name:
+                    part = module.slice_lora_a_weights(tensor)
+                    rows = rank * get_stacked_multiply(leaf, manager.base_model)
+                    place = pool.A_buffer[leaf][index][0, :rows]
+                else:
+                    part = module.slice_lora_b_weights(tensor)
+                    place = pool.B_buffer[leaf][index][0, :, :rank]
+                if part.shape != place.shape:
+                    raise InvalidAdapter(
+                        f"{name} has the shape {list(part.shape)}, and the model needs "
+                        f"{list(place.shape)}"
+                    )
+
+
+def _output_sizes(layer: Any, stacked: int) -> list[int]:
+    """Return the outputs of the modules in a linear layer of SGLang, on all ranks together."""
+    if hasattr(layer, "total_num_heads"):
+        values = getattr(layer, "v_head_size", None) or layer.head_size
+        heads, shared = layer.total_num_heads, layer.total_num_kv_heads
+        return [heads * layer.head_size, shared * layer.head_size, shared * values]
+    sizes = getattr(layer, "output_sizes", None)
+    return list(sizes) if sizes and len(sizes) == stacked else [layer.output_size]
+
+
+def _tensor(sent: TensorValue) -> torch.Tensor:
+    flat = torch.frombuffer(bytearray(sent.data), dtype=getattr(torch, sent.dtype))
+    return flat.view(sent.shape)
