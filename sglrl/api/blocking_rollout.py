@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Coroutine, Iterator
+from typing import Any, Protocol, Self, TypeVar
 
 from ..errors import UsageError
 from ..rollouts.group import Group
@@ -12,8 +12,16 @@ from ..rollouts.metrics import RolloutMetrics
 from ..rollouts.run import Rollout
 from .client_thread import plain
 
-if TYPE_CHECKING:
-    from .blocking import BlockingClient
+_T = TypeVar("_T")
+
+
+class _Client(Protocol):
+    """What a rollout needs of ``BlockingClient``."""
+
+    _loop: Any
+    _runs: set[Rollout]
+
+    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T: ...
 
 
 class BlockingRollout:
@@ -22,7 +30,7 @@ class BlockingRollout:
     ``BlockingClient.rollout`` makes it. ``with`` closes it also when the block exits early.
     """
 
-    def __init__(self, client: BlockingClient, run: Rollout) -> None:
+    def __init__(self, client: _Client, run: Rollout) -> None:
         self._client = client
         self._run = run
         self._begun = False

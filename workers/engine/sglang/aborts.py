@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang.srt.managers.io_struct import AbortReq, TokenizedGenerateReqInput
 
@@ -11,18 +11,16 @@ from sglrl.wire.engine import TokenChunk
 
 from . import convert
 from .commands import ABOUT_REQUESTS, PauseCommand
-
-if TYPE_CHECKING:
-    from .adapter import Adapter
+from .request_table import RequestTable
 
 _REQUESTS = (TokenizedGenerateReqInput, *ABOUT_REQUESTS)
 
 
 class Aborts:
-    """The aborts of one adapter's requests."""
+    """Aborts the requests of a table."""
 
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
+    def __init__(self, table: RequestTable) -> None:
+        self._table = table
 
     def take_unsent(self, id_: int) -> bool:
         """Forget a request that SGLang has not received. It would ignore an abort of this request.
@@ -30,13 +28,13 @@ class Aborts:
         Returns:
             False if SGLang has received it.
         """
-        adapter, rid = self._adapter, convert.request_id(id_)
-        for unsent in (adapter.incoming, adapter.draining.held_back):
+        table, rid = self._table, convert.request_id(id_)
+        for unsent in (table.incoming, table.held_back):
             others = [r for r in unsent if not (isinstance(r, _REQUESTS) and r.rid == rid)]
             if len(others) < len(unsent):
                 unsent[:] = others
-                del adapter.requests[id_]
-                adapter.next_tokens.wanted.pop(rid, None)
+                del table.requests[id_]
+                table.next_tokens.wanted.pop(rid, None)
                 return True
         return False
 
@@ -46,27 +44,27 @@ class Aborts:
         Args:
             before: see ``running``.
         """
-        adapter = self._adapter
+        table = self._table
         ended: set[str] = set()
-        adapter.incoming = self._return_unsent(adapter.incoming, ended)
-        adapter.draining.held_back = self._return_unsent(adapter.draining.held_back, ended)
+        table.incoming = self._return_unsent(table.incoming, ended)
+        table.held_back = self._return_unsent(table.held_back, ended)
         aborts = self.running(set(), before)
-        adapter.incoming += aborts
+        table.incoming += aborts
         return len(ended) + sum(isinstance(request, AbortReq) for request in aborts)
 
     def _return_unsent(self, requests: list[Any], ended: set[str]) -> list[Any]:
         """Answer the ``generate`` requests that SGLang has not received. Return all others."""
-        adapter = self._adapter
+        table = self._table
         others = []
         for asked in requests:
             if isinstance(asked, _REQUESTS):
                 id_ = convert.call_id(asked.rid)
-                request = adapter.requests.get(id_)
-                if request is not None and request.generates and id_ not in adapter.cancelled:
-                    del adapter.requests[id_]
+                request = table.requests.get(id_)
+                if request is not None and request.generates and id_ not in table.cancelled:
+                    del table.requests[id_]
                     ended.add(asked.rid)
                     chunk = TokenChunk(b"", finish="abort", version=request.version[0])
-                    adapter.mailbox.put(id_, ItemKind.DONE, chunk)
+                    table.mailbox.put(id_, ItemKind.DONE, chunk)
                 if asked.rid in ended:
                     continue
             others.append(asked)
@@ -82,15 +80,15 @@ class Aborts:
         Args:
             except_for: SGLang ids of requests to keep.
             before: the mode of the ``PauseCommand`` that returns running requests to the queue.
-            lora: abort only the requests with this adapter. None: all.
+            lora: abort only the requests with this table. None: all.
         """
-        adapter = self._adapter
+        table = self._table
         aborts: list[Any] = [PauseCommand(-1, before)]
-        for id_, request in adapter.requests.items():
+        for id_, request in table.requests.items():
             rid = convert.request_id(id_)
-            known = id_ in adapter.cancelled or id_ in adapter.returned
+            known = id_ in table.cancelled or id_ in table.returned
             other = lora is not None and request.lora != lora
             if request.generates and not (known or other) and rid not in except_for:
-                adapter.returned.add(id_)
+                table.returned.add(id_)
                 aborts.append(AbortReq(rid=rid))
         return aborts

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -43,8 +42,9 @@ from .accelerations.queries import Known
 from .commands import PauseCommand, Report, Resume
 from .draining import Draining
 from .lora_calls import LoraArgs, LoraCalls
-from .next_token import NextTokens, Rows
+from .next_token import Rows
 from .reports import engine_info, engine_stats
+from .request_table import RequestTable
 from .tracked_request import MASKS_TOO_LARGE, TrackedRequest, Versions
 
 logger = logging.getLogger("sglrl.worker")
@@ -58,38 +58,27 @@ No message reports that the driver has given up this update.
 Tokens = GenerateArgs | ScoreArgs | NextTokenArgs
 
 
-class Adapter:
+class Adapter(RequestTable):
     """Implements ``Engine`` on top of a scheduler.
 
     Collects requests until the scheduler pulls them.
     """
 
     def __init__(self, mailbox: Mailbox) -> None:
-        self.mailbox = mailbox
-        self.scheduler: Any
-        """The ``SglrlScheduler``. It is set once the scheduler is built."""
+        super().__init__(mailbox)
         self.accelerations: tuple[str, ...] = ()
         """The accelerations of SGLang that are on."""
-        self.requests: dict[int, TrackedRequest] = {}
-        self.incoming: list[Any] = []
-        self.begun = time.monotonic()
-        self.prompt_tokens = 0
-        self.cached_tokens = 0
-        self.generated_tokens = 0
-        self.cancelled: set[int] = set()
-        self.returned: set[int] = set()
         self.flushes: list[int] = []
-        self.draining = Draining(self)
         self.aborts = Aborts(self)
+        self.draining = Draining(self, self.aborts)
+        self.lora = LoraCalls(self, self.aborts)
         self.profiling = inspection.Profiling()
-        self.next_tokens = NextTokens(mailbox)
         self.rows: Rows | None = None
         """Next-token logprobs of the batch whose results are being processed."""
         self.result_version = 0
         """Version of the weights that this batch ran with."""
         self.result_loras: Mapping[str, int] = {}
         """Versions of the adapters that this batch ran with, by SGLang's ids."""
-        self.lora = LoraCalls(self)
 
     # --- calls of the driver ----------------------------------------------------------------------
 
@@ -207,10 +196,10 @@ class Adapter:
         return found
 
     def stats(self) -> EngineStats:
-        return engine_stats(self)
+        return engine_stats(self, self.draining.waiting is not None)
 
     def info(self) -> EngineInfo:
-        return engine_info(self)
+        return engine_info(self.scheduler, self.accelerations, self.lora.limits)
 
     # --- calls of the scheduler -------------------------------------------------------------------
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 
+from .aborts import Aborts
 from .commands import ABOUT_REQUESTS, WeightCommand
+from .request_table import RequestTable
 from .weight_commands import WeightCommands
-
-if TYPE_CHECKING:
-    from .adapter import Adapter
 
 
 class Draining:
@@ -18,15 +17,15 @@ class Draining:
 
     Attributes:
         commands: the commands that the scheduler has not executed.
-        waiting: the command that waits until the running requests have finished, or None.
-        held_back: the new requests that wait for it.
+        waiting: the command that waits until the running requests have finished, or None. New
+            requests are held back until then.
     """
 
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
-        self.commands = WeightCommands(adapter.mailbox.wake)
+    def __init__(self, table: RequestTable, aborts: Aborts) -> None:
+        self._table = table
+        self._aborts = aborts
+        self.commands = WeightCommands(table.mailbox.wake)
         self.waiting: WeightCommand | None = None
-        self.held_back: list[Any] = []
 
     def __bool__(self) -> bool:
         return bool(self.commands) or self.waiting is not None
@@ -35,7 +34,7 @@ class Draining:
         """Append the next weight command to the requests, or hold them back."""
         if self.waiting is not None and self._given_up(self.waiting):
             self.waiting = None
-            back, self.held_back = self.held_back, []
+            back, self._table.held_back = self._table.held_back, []
             return [*back, *incoming]
         if self.waiting is None:
             command = self.commands.pop()
@@ -44,21 +43,21 @@ class Draining:
             if command.inflight == "abort":
                 fresh = {r.rid for r in incoming if isinstance(r, TokenizedGenerateReqInput)}
                 # A score has no partial result. It is computed again; the command does not wait.
-                return [*incoming, *self._adapter.aborts.running(fresh, "back"), command]
+                return [*incoming, *self._aborts.running(fresh, "back"), command]
             if command.inflight != "drain":
                 return [*incoming, command]
             self.waiting = command
         requests = (TokenizedGenerateReqInput, *ABOUT_REQUESTS)
-        self.held_back += [r for r in incoming if isinstance(r, requests)]
+        self._table.held_back += [r for r in incoming if isinstance(r, requests)]
         passed = [r for r in incoming if not isinstance(r, requests)]
-        if passed or not self._adapter.scheduler.is_fully_idle():
+        if passed or not self._table.scheduler.is_fully_idle():
             return passed
         command, self.waiting = self.waiting, None
-        back, self.held_back = self.held_back, []
+        back, self._table.held_back = self._table.held_back, []
         # SGLang only queues these requests before the command. Their prefill uses the new weights.
         return [*back, command]
 
     def _given_up(self, command: WeightCommand) -> bool:
-        weights = self._adapter.scheduler.sglrl_weights
+        weights = self._table.scheduler.sglrl_weights
         assert weights is not None
         return bool(weights.given_up(command))

@@ -16,17 +16,18 @@ from sglrl.errors import InvalidRequest, SglrlError, UnknownAdapter
 from sglrl.wire.engine import LoraCommit, LoraKeep, LoraPart, LoraPrepare, TensorValue
 
 from . import convert
+from .aborts import Aborts
 from .commands import CommitAdapter, DropAdapters, PauseCommand, PrepareAdapter
+from .request_table import RequestTable
 
 if TYPE_CHECKING:
-    from .adapter import Adapter
     from .lora import Adapters
 
 LoraArgs = LoraPart | LoraPrepare | LoraCommit | LoraKeep
 
 
 class _Live:
-    """The current version of an adapter."""
+    """The current version of an table."""
 
     def __init__(self, uid: str, serial: int, version: int) -> None:
         self.uid = uid
@@ -41,8 +42,9 @@ class LoraCalls:
         live: the adapters by name, as they are after all commands that were made.
     """
 
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
+    def __init__(self, table: RequestTable, aborts: Aborts) -> None:
+        self._table = table
+        self._aborts = aborts
         self._adapters: Adapters | None = None
         """None: the engine takes no adapters."""
         self.live: dict[str, _Live] = {}
@@ -64,11 +66,11 @@ class LoraCalls:
         return {
             "max_lora_rank": self._adapters.max_rank,
             "lora_target_modules": self._adapters.target_modules,
-            "max_loaded_loras": self._adapter.scheduler.server_args.max_loaded_loras or 0,
+            "max_loaded_loras": self._table.scheduler.server_args.max_loaded_loras or 0,
         }
 
     def uid(self, name: str) -> str:
-        """Return SGLang's id of an adapter. Raise ``UnknownAdapter`` if it is not loaded."""
+        """Return SGLang's id of an table. Raise ``UnknownAdapter`` if it is not loaded."""
         found = self.live.get(name)
         if found is None:
             raise UnknownAdapter(f"no adapter {name!r} is loaded: use client.load_lora")
@@ -92,7 +94,7 @@ class LoraCalls:
         """
         if self._adapters is None:
             raise InvalidRequest("the engine takes no adapters: launch it with enable_lora=True")
-        mailbox = self._adapter.mailbox
+        mailbox = self._table.mailbox
         match args:
             case LoraPart(serial=serial):
                 if not self._knows(serial):
@@ -103,7 +105,7 @@ class LoraCalls:
             case LoraPrepare(serial=serial):
                 tensors = self._parts.pop(serial, [])
                 self._preparing.add(serial)
-                self._adapter.incoming.append(
+                self._table.incoming.append(
                     PrepareAdapter(id_, serial, args.rank, args.scaling, tensors)
                 )
             case LoraCommit():
@@ -117,15 +119,15 @@ class LoraCalls:
     def _commit(self, id_: int, args: LoraCommit) -> None:
         old = self.live.get(args.name)
         if old is not None and old.serial == args.serial:
-            self._adapter.mailbox.put_value(id_, 0.0)
+            self._table.mailbox.put_value(id_, 0.0)
             return
         if args.serial not in self._preparing:
             raise InvalidRequest(f"the adapter {args.name!r} was not prepared")
         self._preparing.discard(args.serial)
         uid = str(args.serial) if old is None else old.uid
-        incoming = self._adapter.incoming
+        incoming = self._table.incoming
         if args.inflight == "abort" and old is not None:
-            incoming += self._adapter.aborts.running(set(), "back", uid)
+            incoming += self._aborts.running(set(), "back", uid)
         self.live[args.name] = _Live(uid, args.serial, args.version)
         incoming.append(
             CommitAdapter(id_, uid, args.serial, args.name, args.version, args.inflight)
@@ -144,23 +146,23 @@ class LoraCalls:
         self._dropping.append(DropAdapters(id_, [*uids.values()], given_up))
 
     def _end_requests(self, uid: str, name: str) -> None:
-        adapter = self._adapter
-        adapter.incoming.append(PauseCommand(-1, "wait"))
-        for id_, request in [*adapter.requests.items()]:
+        table = self._table
+        table.incoming.append(PauseCommand(-1, "wait"))
+        for id_, request in [*table.requests.items()]:
             if request.lora != uid:
                 continue
             error = f"the adapter {name!r} was unloaded"
-            if adapter.aborts.take_unsent(id_):
-                adapter.mailbox.put_error(id_, UnknownAdapter.__name__, error)
+            if self._aborts.take_unsent(id_):
+                table.mailbox.put_error(id_, UnknownAdapter.__name__, error)
             else:
                 request.unloaded = error
-                adapter.incoming.append(AbortReq(rid=convert.request_id(id_)))
+                table.incoming.append(AbortReq(rid=convert.request_id(id_)))
 
     def turn(self) -> None:
         """Answer finished preparations, and drop the adapters that no request uses any more."""
         while self._prepared:
             command, error = self._prepared.popleft()
-            mailbox = self._adapter.mailbox
+            mailbox = self._table.mailbox
             if error is None:
                 mailbox.put_value(command.call, None)
                 continue
@@ -168,14 +170,14 @@ class LoraCalls:
             kind = type(error).__name__ if isinstance(error, SglrlError) else "InvalidAdapter"
             mailbox.put_error(command.call, kind, str(error))
         if self._dropping:
-            used = {request.lora for request in self._adapter.requests.values()}
+            used = {request.lora for request in self._table.requests.values()}
             free = [c for c in self._dropping if used.isdisjoint(c.uids)]
             self._dropping = [c for c in self._dropping if c not in free]
-            self._adapter.incoming += free
+            self._table.incoming += free
 
     def executed(self, command: CommitAdapter | DropAdapters, milliseconds: float) -> None:
         """Answer the call of an executed command."""
-        mailbox = self._adapter.mailbox
+        mailbox = self._table.mailbox
         mailbox.put_value(
             command.call, milliseconds if isinstance(command, CommitAdapter) else None
         )
@@ -185,4 +187,4 @@ class LoraCalls:
     def _on_prepared(self, command: PrepareAdapter, error: Exception | None) -> None:
         """Called on the thread of the preparation."""
         self._prepared.append((command, error))
-        self._adapter.mailbox.wake()
+        self._table.mailbox.wake()

@@ -3,38 +3,47 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import Any
 
 from sglrl.wire.engine import EngineInfo, EngineStats
 
 from . import compat
-
-if TYPE_CHECKING:
-    from .adapter import Adapter
+from .request_table import RequestTable
 
 
-def engine_stats(adapter: Adapter) -> EngineStats:
-    """Return the load of the engine and its counters."""
-    scheduler = adapter.scheduler
+def engine_stats(table: RequestTable, draining: bool) -> EngineStats:
+    """Return the load of the engine and its counters.
+
+    Args:
+        draining: a weight command waits until the running requests have finished.
+    """
+    scheduler = table.scheduler
     used, capacity = scheduler.kv_tokens()
-    uptime = time.monotonic() - adapter.begun
+    uptime = time.monotonic() - table.begun
     return EngineStats(
         running=scheduler.sglrl_running(),
-        waiting=scheduler.sglrl_waiting() + len(adapter.draining.held_back),
+        waiting=scheduler.sglrl_waiting() + len(table.held_back),
         kv_tokens=used,
         kv_capacity=capacity,
-        prompt_tokens=adapter.prompt_tokens,
-        cached_tokens=adapter.cached_tokens,
-        generated_tokens=adapter.generated_tokens,
+        prompt_tokens=table.prompt_tokens,
+        cached_tokens=table.cached_tokens,
+        generated_tokens=table.generated_tokens,
         uptime=uptime,
-        tokens_per_second=adapter.generated_tokens / uptime if uptime else 0.0,
-        draining=adapter.draining.waiting is not None,
+        tokens_per_second=table.generated_tokens / uptime if uptime else 0.0,
+        draining=draining,
     )
 
 
-def engine_info(adapter: Adapter) -> EngineInfo:
-    """Return the model of the engine and its limits."""
-    scheduler = adapter.scheduler
+def engine_info(
+    scheduler: Any, accelerations: tuple[str, ...], adapters: Mapping[str, Any]
+) -> EngineInfo:
+    """Return the model of the engine and its limits.
+
+    Args:
+        accelerations: names of the accelerations that are on.
+        adapters: the fields that concern LoRA adapters.
+    """
     config = scheduler.model_config
     eos = config.hf_eos_token_id
     eos_ids = sorted(eos) if isinstance(eos, (set, list, tuple)) else [eos] if eos else []
@@ -54,7 +63,7 @@ def engine_info(adapter: Adapter) -> EngineInfo:
         priority_scheduling=bool(scheduler.enable_priority_scheduling),
         sglang_version=compat.VERSION,
         tp_size=scheduler.server_args.tp_size,
-        accelerations=adapter.accelerations,
+        accelerations=accelerations,
         tokenizer=scheduler.server_args.tokenizer_path or "",
-        **adapter.lora.limits,
+        **adapters,
     )
