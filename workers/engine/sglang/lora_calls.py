@@ -171,6 +171,7 @@ class LoraCalls:
             mailbox.put_error(command.call, kind, str(error))
         if self._dropping:
             used = {request.lora for request in self._table.requests.values()}
+            used |= self._table.scheduler.sglrl_used_adapters()
             free = [c for c in self._dropping if used.isdisjoint(c.uids)]
             self._dropping = [c for c in self._dropping if c not in free]
             self._table.incoming += free

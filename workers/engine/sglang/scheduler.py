@@ -230,6 +230,15 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         """The versions of the adapters by SGLang's ids, of the next step."""
         return {} if self.sglrl_adapters is None else self.sglrl_adapters.versions
 
+    def sglrl_used_adapters(self) -> set[str | None]:
+        """Return SGLang's ids of the adapters of all requests that SGLang holds."""
+        requests = [*self.waiting_queue, *self.grammar_manager.grammar_queue]
+        requests += [] if self.chunked_req is None else [self.chunked_req]
+        for batch in (self.running_batch, self.last_batch):
+            if batch is not None:
+                requests += batch.reqs
+        return {request.lora_id for request in requests if not request.finished()}
+
     def sglrl_new_keys(self) -> None:
         """Give requests that wait for their prefill the keys of the current versions.
 
