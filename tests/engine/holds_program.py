@@ -43,9 +43,8 @@ class Rank:
                 )
             ),
             tp_worker=SimpleNamespace(model_runner=SimpleNamespace(sglrl_pages=None)),
-            waiting_queue=[],
-            grammar_manager=SimpleNamespace(grammar_queue=[]),
             sglrl_version=1,
+            sglrl_new_keys=lambda: None,
         )
         self.engine = SglangWeights(self.scheduler, torch.device("cpu"), 0)
         self.engine.channel = SimpleNamespace(committed=self._committed)  # type: ignore[assignment]
