@@ -326,16 +326,23 @@ def _memory(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
 async def _memory_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     """Measure client and driver with ``workers`` echoes in the same process and event loop."""
+    from sglrl.inference.adapters import PoolAdapters
     from sglrl.inference.client import Client
     from sglrl.inference.engine_controls import PoolPausing
     from sglrl.weights.local_sender import LocalSender
 
     prompts = Prompts()
-    pool = _MemoryPool(options["workers"], tuple(options["routing"]))
+    pool: Any = _MemoryPool(options["workers"], tuple(options["routing"]))
     rates: dict[str, Any] = {}
     sender = LocalSender(pool.weights)
-    pausing = PoolPausing(pool)  # type: ignore[arg-type]
-    async with Client(pool, model="echo", timeout=None, sender=sender, pausing=pausing) as client:  # type: ignore[arg-type]
+    async with Client(
+        pool,
+        model="echo",
+        timeout=None,
+        sender=sender,
+        pausing=PoolPausing(pool),
+        adapters=PoolAdapters(pool, lambda worker, reason: None),
+    ) as client:
         generate = client.generate
         for level in options["levels"]:
             note(f"{level} in flight")

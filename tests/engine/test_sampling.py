@@ -233,7 +233,9 @@ async def test_tokens_to_go_on_from_that_do_not_fit_the_grammar(
     letters = np.array(client.tokenizer.encode("ab"), "<i4").tobytes()
 
     def make(*args: Any) -> GenerateArgs:
-        return GenerateArgs(*args[:-1], letters)
+        *others, resume, lora = args
+        assert resume == b""
+        return GenerateArgs(*others, letters, lora)
 
     before = client.workers[0].pid
     with monkeypatch.context() as context:

@@ -23,8 +23,9 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 TOLERANCE = 1e-4
-MARGIN = 1e-5
-"""Tokens this near a limit may be on either side of it, because the logits are rounded."""
+MARGIN = 5e-5
+"""Tokens this near a limit may be on either side of it: a sum of 512 probabilities in float32 is
+rounded by up to 512 / 2**24 = 3e-5, and the logits differ by 1e-5."""
 LIMITS: list[dict[str, float]] = [
     {"top_k": 5},
     {"top_k": 1},

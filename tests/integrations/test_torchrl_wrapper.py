@@ -429,6 +429,7 @@ SAMPLING = {
     "stop_regex": ("z{9}",),
     "no_stop_trim": True,
     "logit_bias": {5: -1.0},
+    "logprobs_mode": "raw_logprobs",
 }
 
 
@@ -462,8 +463,8 @@ def test_every_sampling_name_is_forwarded(pool: sglrl.BlockingClient, tokenizer:
     assert second["sampling"].max_new_tokens == 1
     assert second["sampling"].temperature == 0.7
     left = set(sglrl.SamplingParams.__struct_fields__) - {*SAMPLING, "stop"}
-    # These are the other forms of a grammar. Only one form may be given.
-    assert left == {"json_schema", "ebnf", "structural_tag"}
+    # The other forms of a grammar, of which only one may be given, and what the wrapper rejects.
+    assert left == {"json_schema", "ebnf", "structural_tag", "return_sampling_mask"}
     # A call's argument overrides the constructor's, even under another name.
     wrapper(
         prompts("text", tokenizer), sampling_seed=6, stop=["y"], include_stop_str_in_output=False
