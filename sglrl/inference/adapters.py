@@ -20,8 +20,7 @@ from typing import Any, Final, Protocol
 import msgspec
 from msgspec import Raw
 
-from ..actors.actor import Actor, EndpointSpec, deadline_from, endpoint, endpoints_of
-from ..actors.replies import UnaryReply
+from ..actors.actor import Actor, EndpointSpec, endpoint, endpoints_of
 from ..config import check_timeout
 from ..core.calls import Call
 from ..core.driver_listener import DriverListener
@@ -42,12 +41,11 @@ from ..weights.update_request import UpdateRequest
 from ..wire.codec import encode
 from ..wire.engine import EngineInfo, LoraCommit, LoraKeep, LoraPrepare
 from ..wire.weights import ModelDescription
+from .engine_controls import urgent_call
 from .threads import in_thread
 
 logger = logging.getLogger("sglrl.weights")
 
-_FIRST: Final = 1 << 62
-"""Priority of these calls, which are sent to a worker before all other calls."""
 _COMMIT_SECONDS: Final = 1.0
 """Least seconds that a worker has for a commit."""
 _LONGEST_NAME: Final = 256
@@ -112,19 +110,19 @@ class _Endpoints(Actor):
 
     @endpoint
     async def lora_part(self) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # served by workers/mailbox.py
 
     @endpoint
     async def lora_prepare(self) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # served by workers/mailbox.py
 
     @endpoint
     async def lora_commit(self) -> float:
-        raise NotImplementedError
+        raise NotImplementedError  # served by workers/mailbox.py
 
     @endpoint
     async def lora_keep(self) -> None:
-        raise NotImplementedError
+        raise NotImplementedError  # served by workers/mailbox.py
 
 
 _SPECS: Final[dict[str, EndpointSpec]] = endpoints_of(_Endpoints)
@@ -338,17 +336,7 @@ class PoolAdapters(DriverListener):
     # --- calls of workers -------------------------------------------------------------------------
 
     def _call(self, name: str, args: Raw, worker: int, seconds: float | None) -> Call:
-        spec = _SPECS[name]
-        future: asyncio.Future[Any] = self._driver.loop.create_future()
-        return Call(
-            name,
-            args,
-            UnaryReply(future, spec.result),
-            deadline=None if seconds is None else deadline_from(seconds),
-            priority=_FIRST,
-            pinned=worker,
-            urgent=True,
-        )
+        return urgent_call(_SPECS[name], args, worker, self._driver.loop.create_future(), seconds)
 
     async def _submit(self, calls: list[Call]) -> list[Any]:
         futures = [call.reply.future for call in calls]

@@ -192,11 +192,21 @@ def _control(
     future: asyncio.Future[Any],
     timeout: float | None,
 ) -> Call:
-    """Make an urgent call to one worker. It may concern the calls that the worker holds."""
     body, _ = spec.arguments.encode(args, kwargs)
+    return urgent_call(spec, Raw(body), worker, future, timeout)
+
+
+def urgent_call(
+    spec: EndpointSpec, body: Raw, worker: int, future: asyncio.Future[Any], timeout: float | None
+) -> Call:
+    """Make an urgent call to one worker. It may concern the calls that the worker holds.
+
+    Args:
+        body: the encoded arguments.
+    """
     return Call(
         spec.name,
-        Raw(body),
+        body,
         UnaryReply(future, spec.result),
         deadline=deadline_from(timeout),
         priority=_FIRST,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from ..config import check_target
-from ..errors import InvalidWeights, UsageError, WorkerLost
+from ..errors import UsageError, WorkerLost
 from ..wire.engine import TensorValue
 from .client_base import ClientBase
 from .engine_controls import ENDPOINTS, ask_all
@@ -99,9 +99,6 @@ class InspectionMethods(ClientBase):
             raise UsageError(f"names must be a sequence of names, got {names!r}")
         check_target(0, worker, None)
         driver = self._running(urgent=True)
-        known = {spec.name for spec in (await self._pool.weights.describe(timeout)).tensors}
-        if unknown := [name for name in names if name not in known]:
-            raise InvalidWeights(f"the model has no tensor {unknown[0]!r}; see model_metadata()")
         if worker is None:
             if not driver.ready:
                 raise WorkerLost("no worker serves")

@@ -24,7 +24,7 @@ def read_only(name: str, values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
     try:
         array = np.asarray(values)
     except ValueError as error:
-        raise UsageError(f"{name} is no array: {error}") from error
+        raise UsageError(f"{name} is not an array: {error}") from error
     if array.ndim != 1:
         raise UsageError(f"{name} must have one dimension, not {array.ndim}")
     if array.dtype != dtype:

@@ -155,7 +155,7 @@ TURN = Turn(start=0, stop=5)
         ({"prompt_ids": [True]}, "prompt_ids must be int32, not bool"),
         ({"prompt_ids": [2**31]}, "prompt_ids holds a value that does not fit into int32"),
         ({"prompt_ids": [1, -2]}, "prompt_ids holds a negative token id"),
-        ({"prompt_ids": [[1], [2, 3]]}, "prompt_ids is no array"),
+        ({"prompt_ids": [[1], [2, 3]]}, "prompt_ids is not an array"),
         ({"response_ids": [4, 5, -6, 7, 8]}, "response_ids holds a negative token id"),
         ({"response_ids": [4, 5]}, "loss_mask has 5 positions, response_ids 2"),
         ({"loss_mask": [True] * 4}, "loss_mask has 4 positions, response_ids 5"),

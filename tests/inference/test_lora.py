@@ -75,6 +75,26 @@ async def test_load_replace_and_unload(client: sglrl.Client) -> None:
     assert (await client.load_lora("a", tensors(), config=CONFIG)).version == 8
 
 
+async def test_a_rollout_with_an_adapter(client: sglrl.Client) -> None:
+    """All turns of all sessions use it."""
+    await client.load_lora("a", tensors(), config=CONFIG)
+    seen: list[tuple[str | None, int]] = []
+
+    async def agent(session: sglrl.Session, item: int) -> float:
+        for _ in range(2):
+            turn = await session.generate(max_new_tokens=3)
+            session.observe([5, 6])
+            seen.append((turn.lora, turn.lora_versions[0].version))
+        return 1.0
+
+    items = [{"input_ids": IDS} for _ in range(2)]
+    async with sglrl.rollout(client, agent, items, group_size=2, lora="a") as run:
+        groups = [group async for group in run]
+    assert len(groups) == 2
+    assert seen == [("a", 0)] * 8
+    await client.unload_lora("a")
+
+
 async def test_a_load_that_fails_on_one_worker(client: sglrl.Client, tmp_path: Path) -> None:
     await client.load_lora("a", tensors(), config=CONFIG)
     for change in (

@@ -463,7 +463,7 @@ def test_every_sampling_name_is_forwarded(pool: sglrl.BlockingClient, tokenizer:
     assert second["sampling"].max_new_tokens == 1
     assert second["sampling"].temperature == 0.7
     left = set(sglrl.SamplingParams.__struct_fields__) - {*SAMPLING, "stop"}
-    # The other forms of a grammar, of which only one may be given, and what the wrapper rejects.
+    # A request has one form of a grammar at most. The wrapper rejects sampling masks.
     assert left == {"json_schema", "ebnf", "structural_tag", "return_sampling_mask"}
     # A call's argument overrides the constructor's, even under another name.
     wrapper(

@@ -113,7 +113,7 @@ class Engine(Protocol):
         ...
 
     def start_profile(self, id_: int, args: ProfileArgs) -> None:
-        """Start the profiler, then answer None through ``Mailbox.put_value``.
+        """Start the profiler, then answer [] through ``Mailbox.put_value``.
 
         Raises:
             InvalidRequest: the engine has no profiler.

@@ -12,7 +12,7 @@ import msgspec
 import torch
 from sglang.srt.managers.io_struct import ProfileReq, ProfileReqOutput, ProfileReqType
 
-from sglrl.errors import InvalidRequest
+from sglrl.errors import InvalidRequest, InvalidWeights
 from sglrl.wire.engine import ProfileArgs, TensorValue
 
 from . import compat, convert
@@ -90,13 +90,14 @@ def live_weights(plan: Plan | None, names: list[str]) -> list[TensorValue]:
     """Return copies of live tensors under their Hugging Face names.
 
     Raises:
-        InvalidRequest: this rank does not hold a whole tensor of that name.
+        InvalidWeights: the model has no tensor of that name.
+        InvalidRequest: this rank holds a part of the tensor only.
     """
     found = []
     specs = {} if plan is None else {spec.name: spec for spec in plan.description.tensors}
     for name in names:
         if name not in specs:
-            raise InvalidRequest(f"the model has no tensor {name!r}; see model_metadata()")
+            raise InvalidWeights(f"the model has no tensor {name!r}; see model_metadata()")
         assert plan is not None
         spec, copies = specs[name], plan.copies[name]
         if sum(copy.target.numel() for copy in copies) != prod(spec.shape):
