@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..core.adapters import check_adapter, own_name
+from ..core.adapters import check_adapter, leaf_of, own_name
 from ..errors import InvalidAdapter
 from ..wire.codec import encode
 from ..wire.engine import EngineInfo, LoraPart, TensorValue
@@ -124,8 +124,8 @@ def load_cargo(
         parts[-1].append(TensorValue(name, info.dtype, tuple(tensor.shape), data))
         size += len(data)
         total += len(data)
-    modules = {name.split(".lora_")[0].rpartition(".")[2] for name in tensors}
-    return AdapterCargo(parts, tuple(sorted(modules)), total)
+    modules = sorted({leaf_of(name) for name in tensors})
+    return AdapterCargo(parts, tuple(modules), total)
 
 
 def _read(file: Path) -> list[tuple[str, torch.Tensor]]:
