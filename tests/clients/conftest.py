@@ -190,10 +190,13 @@ def no_network() -> Iterator[None]:
 def biases(pool: sglrl.Client) -> dict[str, int]:
     """Biases with which a random model soon ends its reasoning, its calls and their arguments."""
     tokenizer = pool.tokenizer
-    ends = ("</think>", "<tool_call>", "</tool_call>", "<|im_end|>", '"', ",", "}")
+    ends = ("<tool_call>", "</tool_call>", "<|im_end|>", ",", "}")
+    # Within a text, "<tool_call>" or "</tool_call>" would end the call before its arguments.
+    first = ("</think>", '"')
     spaces = [i for i in range(len(tokenizer)) if tokenizer.decode([i]).isspace()]
     # Where a grammar allows nothing but white space, a bias changes nothing.
     return {
         **{str(token): -100 for token in spaces},
         **{str(tokenizer.convert_tokens_to_ids(end)): 50 for end in ends},
+        **{str(tokenizer.convert_tokens_to_ids(end)): 75 for end in first},
     }

@@ -38,8 +38,11 @@ async def test_an_agent_that_calls_tools(runs: Any, biases: Any) -> None:
     async with runs() as run:
         made = await asyncio.to_thread(answer_of, ToolCallingAgent, run, options)
     steps = [step for step in made.steps if step.get("model_output_message")]
-    assert all(step["tool_calls"] for step in steps)
-    ids = [call["id"] for step in steps for call in step["tool_calls"]]
+    # What the library has parsed. A random answer can be one that the agent refuses to execute, for
+    # example two calls of "final_answer".
+    calls = [step["model_output_message"]["tool_calls"] for step in steps]
+    assert all(calls)
+    ids = [call["id"] for of_step in calls for call in of_step]
     assert len(set(ids)) == len(ids)
     assert run.calls[0].body["tool_choice"] == "required"
     assert "stop" in run.calls[0].body
