@@ -329,6 +329,7 @@ async def _memory_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
     from sglrl.inference.adapters import PoolAdapters
     from sglrl.inference.client import Client
     from sglrl.inference.engine_controls import PoolPausing
+    from sglrl.inference.sleeping import PoolSleeping
     from sglrl.weights.local_sender import LocalSender
 
     prompts = Prompts()
@@ -341,6 +342,7 @@ async def _memory_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
         timeout=None,
         sender=sender,
         pausing=PoolPausing(pool),
+        sleeping=PoolSleeping(pool),
         adapters=PoolAdapters(pool, lambda worker, reason: None),
     ) as client:
         generate = client.generate

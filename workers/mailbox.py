@@ -48,6 +48,7 @@ from sglrl.wire.engine import (
     PauseArgs,
     ProfileArgs,
     ScoreArgs,
+    SleepArgs,
     TokenChunk,
     WeightNames,
 )
@@ -81,6 +82,7 @@ ENDPOINTS = [
     "resume",
     "score",
     "server_info",
+    "sleep",
     "start_profile",
     "stats",
     "stop_profile",
@@ -138,6 +140,7 @@ class Mailbox:
         self._profile = msgspec.msgpack.Decoder(ProfileArgs)
         self._weights = msgspec.msgpack.Decoder(WeightNames)
         self._pause = msgspec.msgpack.Decoder(PauseArgs)
+        self._sleep = msgspec.msgpack.Decoder(SleepArgs)
         self._next_token = msgspec.msgpack.Decoder(NextTokenArgs)
         self._lora: dict[str, msgspec.msgpack.Decoder[Any]] = {
             "lora_commit": msgspec.msgpack.Decoder(LoraCommit),
@@ -364,6 +367,8 @@ class Mailbox:
                     engine.pause(call.id, self._pause.decode(call.args).mode)
                 case "resume":
                     engine.resume(call.id)
+                case "sleep":
+                    engine.sleep(call.id, self._sleep.decode(call.args))
                 case "abort":
                     self.put_value(call.id, engine.abort_all())
                 case "stats":

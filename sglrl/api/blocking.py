@@ -163,6 +163,14 @@ class BlockingClient:
         """See ``Client.next_token_logprobs``."""
         return self._wait(self._client.next_token_logprobs(*args, **kwargs))
 
+    def sleep(self, *args: Any, **kwargs: Any) -> None:
+        """See ``Client.sleep``."""
+        self._wait(self._client.sleep(*args, **kwargs))
+
+    def wake(self, *args: Any, **kwargs: Any) -> None:
+        """See ``Client.wake``."""
+        self._wait(self._client.wake(*args, **kwargs))
+
     def pause(self, *args: Any, **kwargs: Any) -> None:
         """See ``Client.pause``."""
         self._wait(self._client.pause(*args, **kwargs))

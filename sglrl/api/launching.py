@@ -31,6 +31,7 @@ from ..hosts.started import hosts_from
 from ..inference.adapters import PoolAdapters
 from ..inference.client import Client
 from ..inference.engine_controls import PoolPausing
+from ..inference.sleeping import PoolSleeping
 from ..remote.server import PoolServer
 from ..transport.addresses import check_address
 from ..transport.curve_keys import read_driver_keys
@@ -328,6 +329,7 @@ def launch(
         timeout=timeout,
         sender=LocalSender(pool.weights),
         pausing=PoolPausing(pool),
+        sleeping=PoolSleeping(pool),
         adapters=PoolAdapters(pool, pool.expel, adapters),
         weight_device=weight_device,
         serve=partial(PoolServer, pool),

@@ -151,8 +151,8 @@ _GROUPS: Final = {
         enable_lora_overlap_loading experts_shared_outer_loras lora_use_virtual_experts
         lora_strict_loading uno_lora_path
     """,
-    "engines cannot sleep": """
-        enable_memory_saver enable_weights_cpu_backup enable_draft_weights_cpu_backup
+    "use keep_weights= of client.sleep": """
+        enable_weights_cpu_backup enable_draft_weights_cpu_backup
     """,
     "a Completion has no such field": """
         enable_return_hidden_states return_hidden_states_mode enable_return_routed_experts

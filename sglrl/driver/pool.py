@@ -301,12 +301,15 @@ class Pool:
 
         Raises:
             Closed: the pool was closed meanwhile.
+            UsageError: the engines are asleep.
             NotEnoughDevices: there is no place for ``n`` more workers.
             WorkerStartError: a new worker exited before it was ready, or was not ready in time. All
                 new workers are then killed.
         """
         self._check_open()
         self.driver.check_loop()
+        if self._supervisor.held:
+            raise UsageError("no worker starts while the engines are asleep; call wake first")
         members = self.driver.fabric.members
         present = [
             birth
@@ -404,6 +407,10 @@ class Pool:
             self._supervisor.dismiss(worker)
         if worker.running:
             await self._processes.end([worker], self._config.shutdown_timeout)
+
+    def hold_replacements(self, held: bool) -> None:
+        """Replace no lost worker while held."""
+        self._supervisor.hold_replacements(held)
 
     def expel(self, index: int, reason: str) -> None:
         """Kill a worker. Its calls continue on other workers, as after the loss of a worker."""

@@ -81,6 +81,8 @@ class Supervisor(DriverListener):
         """Number of processes that each worker has had."""
         self._tasks: set[asyncio.Task[None]] = set()
         self._stopped = False
+        self._may_start = asyncio.Event()
+        self._may_start.set()
         self.logs = WorkerLogs(config.log_dir)
         self._driver: Driver
         self._folder: Path
@@ -270,6 +272,18 @@ class Supervisor(DriverListener):
         else:
             self._launcher.release(worker.index)
 
+    @property
+    def held(self) -> bool:
+        """Whether no replacement starts."""
+        return not self._may_start.is_set()
+
+    def hold_replacements(self, held: bool) -> None:
+        """Start no replacements while held."""
+        if held:
+            self._may_start.clear()
+        else:
+            self._may_start.set()
+
     async def _replace(self, worker: Worker) -> None:
         index = worker.index
         try:
@@ -302,6 +316,7 @@ class Supervisor(DriverListener):
         """
         while worker.restart_in is not None:
             await asyncio.sleep(worker.restart_in)
+            await self._may_start.wait()
             if worker.restart_in is None:
                 return False
             try:

@@ -16,6 +16,7 @@ from starlette.responses import Response
 from ..errors import InvalidRequest
 from ..inference.client import Client
 from ..version import __version__
+from ..wire.engine import SLEEP_TAGS
 from .access import Access, json_response
 from .dialect import decode_body, openai_error
 from .errors import HttpError
@@ -29,8 +30,6 @@ _UNSUPPORTED: Final = {
     "/update_weights_from_tensor": "its body is a pickle; the trainer calls Client.update_weights",
     "/update_weights_from_ipc": "the trainer calls Client.update_weights",
     "/update_weight_version": "every update has a version; give it weight_version",
-    "/release_memory_occupation": "engines cannot sleep",
-    "/resume_memory_occupation": "engines cannot sleep",
 }
 """Endpoints of SGLang that are rejected, and why."""
 OF_ONE_PROCESS: Final = frozenset(
@@ -41,6 +40,10 @@ OF_ONE_PROCESS: Final = frozenset(
 
 class _Pause(msgspec.Struct, frozen=True):
     mode: PauseMode = "abort"
+
+
+class _Memory(msgspec.Struct, frozen=True):
+    tags: list[str] | None = None
 
 
 class ControlEndpoints:
@@ -69,6 +72,8 @@ class ControlEndpoints:
         ]
         changes: list[tuple[str, Any, Any, Any]] = [
             ("/pause_generation", self._pause_generation, sglang_error, _Pause),
+            ("/release_memory_occupation", self._release_memory, sglang_error, _Memory),
+            ("/resume_memory_occupation", self._resume_memory, sglang_error, _Memory),
             ("/continue_generation", self._continue_generation, sglang_error, None),
             *[(path, _reject(path, why), sglang_error, None) for path, why in _UNSUPPORTED.items()],
             ("/resume", self._resume, openai_error, None),
@@ -194,6 +199,16 @@ class ControlEndpoints:
     async def _resumed(self) -> None:
         await self._weights.resuming()
         await self._client.resume()
+
+    async def _release_memory(self, request: Request) -> dict[str, str]:
+        given = decode_body(await self._access.body(request), _Memory)
+        await self._client.sleep(given.tags or SLEEP_TAGS)
+        return {"status": "ok", "message": "memory was given back"}
+
+    async def _resume_memory(self, request: Request) -> dict[str, str]:
+        given = decode_body(await self._access.body(request), _Memory)
+        await self._client.wake(given.tags or None)
+        return {"status": "ok", "message": "memory was taken again"}
 
     async def _reset_prefix_cache(self, request: Request) -> dict[str, bool]:
         if not await self._client.flush_cache():

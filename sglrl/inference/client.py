@@ -35,6 +35,8 @@ from .prompts import Message, check_given_ids, template_arguments
 from .requests import Requests
 from .sampling import SamplingParams
 from .score_methods import ScoreMethods
+from .sleep_methods import SleepMethods
+from .sleeping import Sleeping
 from .stream import Stream
 from .tokens import TokenIds, TokenizerBox, check_ids
 from .tool_choice import ToolChoice
@@ -44,7 +46,9 @@ if TYPE_CHECKING:
     from ..sessions.session import Session
 
 
-class Client(LoraMethods, WeightMethods, ControlMethods, InspectionMethods, ScoreMethods):
+class Client(
+    LoraMethods, WeightMethods, ControlMethods, SleepMethods, InspectionMethods, ScoreMethods
+):
     """Generates with a pool of engine workers. ``sglrl.launch`` returns one.
 
     ``async with sglrl.launch(...) as client`` closes the client at the end of the block. After
@@ -63,6 +67,7 @@ class Client(LoraMethods, WeightMethods, ControlMethods, InspectionMethods, Scor
         timeout: float | None,
         sender: WeightSender,
         pausing: Pausing,
+        sleeping: Sleeping,
         adapters: AdapterPort,
         weight_device: Any = None,
         serve: Callable[[Client], RemoteServer] | None = None,
@@ -77,6 +82,7 @@ class Client(LoraMethods, WeightMethods, ControlMethods, InspectionMethods, Scor
         self._tokenizer_box = TokenizerBox(tokenizer or model, trust_tokenizer)
         self._serve = serve
         self._pausing = pausing
+        self._sleeping = sleeping
         self._adapters = adapters
         self._weights = sender
 
@@ -86,6 +92,7 @@ class Client(LoraMethods, WeightMethods, ControlMethods, InspectionMethods, Scor
         await self._pool.enter()
         self._driver = self._pool.driver
         self._pausing.start()
+        self._sleeping.start()
         info = self._pool.engine
         assert info is not None
         if not self.model:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..config import HEARTBEAT_TIMEOUT, check_timeout
@@ -41,6 +41,25 @@ class _RemotePausing:
     async def abort(self, worker: int | None, timeout: float | None) -> int:
         ended: int = await self._pool.ask("abort", worker, timeout, timeout=a_bit_more(timeout))
         return ended
+
+
+class _RemoteSleeping:
+    """Forwards sleep and wake to the owning pool: they apply to all its clients."""
+
+    def __init__(self, pool: RemotePool) -> None:
+        self._pool = pool
+
+    def start(self) -> None: ...
+
+    async def sleep(
+        self, tags: Iterable[str], inflight: str, keep_weights: bool, timeout: float | None
+    ) -> None:
+        given = list(tags), inflight, keep_weights, timeout
+        await self._pool.ask("sleep", *given, timeout=a_bit_more(timeout))
+
+    async def wake(self, tags: Iterable[str] | None, timeout: float | None) -> None:
+        given = None if tags is None else list(tags)
+        await self._pool.ask("wake", given, timeout, timeout=a_bit_more(timeout))
 
 
 class _RemoteAdapters:
@@ -236,6 +255,7 @@ def client_of(
         timeout=timeout,
         sender=_RemoteSender(pool, keys, insecure),
         pausing=_RemotePausing(pool),
+        sleeping=_RemoteSleeping(pool),
         adapters=_RemoteAdapters(),
         serve=lambda client: _PoolAddress(address, pool),
     )

@@ -67,6 +67,22 @@ class PoolEndpoints(Actor):
         await self._client.resume(timeout=seconds)
 
     @endpoint
+    async def sleep(
+        self, tags: list[str], inflight: str, keep_weights: bool, seconds: float | None
+    ) -> None:
+        logger.warning("a client in another process lets the engines sleep (%s)", ", ".join(tags))
+        await self._client.sleep(
+            tags,
+            inflight=inflight,  # type: ignore[arg-type]
+            keep_weights=keep_weights,
+            timeout=seconds,
+        )
+
+    @endpoint
+    async def wake(self, tags: list[str] | None, seconds: float | None) -> None:
+        await self._client.wake(tags, timeout=seconds)
+
+    @endpoint
     async def abort(self, worker: int | None, seconds: float | None) -> int:
         return await self._client.abort(worker=worker, timeout=seconds)
 

@@ -7,9 +7,10 @@ decode step delays them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -18,7 +19,7 @@ from ..config import check_timeout
 from ..core.driver_listener import DriverListener
 from ..core.manifest import check_manifest
 from ..core.weight_update import Member
-from ..errors import ProtocolError, SglrlError, WeightUpdateError
+from ..errors import ProtocolError, SglrlError, UsageError, WeightUpdateError
 from ..wire.calls import Ready
 from ..wire.codec import Buffer, decode_from_rank
 from ..wire.weights import (
@@ -90,6 +91,7 @@ class WeightChannel(DriverListener):
         self._kept = Kept(self._ranks, self._questions, host)
         self._keeps = keeps
         self._keeping: asyncio.Task[None] | None = None
+        self._asleep = False
         copies = PeerCopies(self._ranks, self._questions)
         self._catch_up = CatchUp(copies, self._kept, host, self._read_files)
         self._lock = asyncio.Lock()
@@ -145,6 +147,7 @@ class WeightChannel(DriverListener):
         """
         deadline = _deadline(timeout)
         async with turn(self._lock, deadline):
+            self._check_awake()
             return await self._questions.checksums(names, deadline)
 
     async def settings(self, timeout: float | None) -> RankSettings:
@@ -178,6 +181,7 @@ class WeightChannel(DriverListener):
         request.check(self.version)
         deadline = Deadline(request.timeout, request.begun)
         async with turn(self._lock, deadline, wait=request.wait):
+            self._check_awake()
             version = request.check(self.version)
             wanted = await self._describe(deadline)
             # The last await before the run starts, so no rank can be lost in between.
@@ -316,12 +320,44 @@ class WeightChannel(DriverListener):
     async def _keep(self) -> None:
         # Each update and each copy has a deadline, so this wait ends.
         async with self._lock:
-            if self.version:
+            if self.version and not self._asleep:
                 await self._kept.keep(self._holders(), self.version, Deadline(_KEEP_SECONDS))
 
     def _holders(self) -> list[Rank]:
         """Return the ranks that have the current weights."""
         return [rank for rank in self._ranks.up if self.versions[rank.worker] == self.version]
+
+    # --- sleep ------------------------------------------------------------------------------------
+
+    @contextlib.asynccontextmanager
+    async def at_rest(self, deadline: Deadline) -> AsyncIterator[None]:
+        """Within the block, no update, copy or request for checksums runs.
+
+        Raises:
+            UpdateInProgress: one was still running when the deadline passed.
+        """
+        async with turn(self._lock, deadline):
+            yield
+
+    def sleep(self, *, kept: bool) -> None:
+        """The engines give the memory of their weights away. Call this ``at_rest``.
+
+        Args:
+            kept: ``wake`` brings the weights back. Otherwise the next update must have all of them.
+        """
+        self._asleep = True
+        if not kept:
+            self.versions = dict.fromkeys(self.versions, _UNKNOWN)
+
+    def wake(self) -> None:
+        """The engines have the memory of their weights again."""
+        if self._asleep:
+            self._asleep = False
+            self.on_updated()
+
+    def _check_awake(self) -> None:
+        if self._asleep:
+            raise UsageError('the weights are asleep: await client.wake(["weights"]) first')
 
     # --- new workers ------------------------------------------------------------------------------
 
@@ -358,6 +394,8 @@ class WeightChannel(DriverListener):
         async with self._lock:
             check_alive(mine)
             if self.versions[worker] != self.version:
+                if self._asleep:
+                    return False
                 deadline = Deadline(timeout)
                 try:
                     async with deadline.limit() as limit:

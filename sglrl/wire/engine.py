@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 
@@ -15,6 +17,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_lora_rank: the largest rank of an adapter; 0: the engine takes no adapters.
     lora_target_modules: the last parts of the names of the modules that adapters may change.
     max_loaded_loras: how many adapters may be loaded; 0: any number.
+    sleep_tags: what the engine can give back while it sleeps, of ``SLEEP_TAGS``.
     """
 
     model: str
@@ -35,6 +38,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_lora_rank: int = 0
     lora_target_modules: tuple[str, ...] = ()
     max_loaded_loras: int = 0
+    sleep_tags: tuple[str, ...] = ()
 
 
 class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -157,6 +161,26 @@ class PauseArgs(msgspec.Struct, array_like=True, frozen=True):
     mode: str
 
 
+SLEEP_TAGS: Final = ("kv_cache", "weights")
+"""What an engine can give back while it sleeps."""
+
+
+class SleepArgs(msgspec.Struct, array_like=True, frozen=True):
+    """Arguments of ``sleep``, which also wakes.
+
+    asleep: what has no memory from now on, of ``SLEEP_TAGS``. The engine makes steps if this is
+        empty.
+    inflight: what happens to running requests, if the engine has not slept before: "retract",
+        "drain" or "abort"; see ``Client.sleep``.
+    keep_weights: keep the weights in the memory of the host while they are asleep. Otherwise the
+        engine makes steps after the next update.
+    """
+
+    asleep: tuple[str, ...]
+    inflight: str
+    keep_weights: bool
+
+
 class ProfileArgs(msgspec.Struct, array_like=True, frozen=True):
     """Arguments of ``start_profile``. See ``Client.start_profile``."""
 
@@ -237,6 +261,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     uptime: seconds since the engine was ready.
     tokens_per_second: generated tokens over ``uptime``.
     draining: whether new requests wait, because an update waits until the running ones have ended.
+    asleep: what the engine has given back (``Client.sleep``).
     """
 
     running: int
@@ -249,6 +274,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     uptime: float
     tokens_per_second: float
     draining: bool = False
+    asleep: tuple[str, ...] = ()
 
     @property
     def kv_usage(self) -> float:

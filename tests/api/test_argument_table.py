@@ -31,7 +31,7 @@ DOUBTFUL: dict[str, tuple[Any, str]] = {
     "nnodes": (2, "hosts= for other machines"),
     "node_rank": (1, "hosts= for other machines"),
     "enable_lora_overlap_loading": (True, "workers prepare adapters in a thread"),
-    "enable_memory_saver": (True, "engines cannot sleep"),
+    "enable_weights_cpu_backup": (True, "use keep_weights= of client.sleep"),
     "is_embedding": (True, "only generates text"),
     "enable_dp_attention": (True, "use tp_size="),
     "enable_return_routed_experts": (True, "a Completion has no such field"),

@@ -23,6 +23,7 @@ EXAMPLES = ROOT / "examples"
 CASES: dict[str, tuple[tuple[Any, ...], int, str]] = {
     "first_call": ((), 5, r"text: .*, (length|stop)|chunks: \[.+\]|\d tokens, logprob -\d+\.\d\d"),
     "grpo": ((3,), 3, r"step \d+: reward 0\.\d\d, clipped \d\.\d{3}"),
+    "colocated": ((2,), 2, r"step \d+: reward 0\.\d\d, 0\.0 GB, then 0\.0 GB"),
     "async_offpolicy": ((3,), 3, r"step \d+: reward 0\.\d\d, [\d.]+ versions old"),
     "tool_agent": (
         (3,),

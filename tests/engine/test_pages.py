@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncIterator, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,6 +54,32 @@ def test_both_pieces_of_memory_change_places() -> None:
     live[5] = 7
     assert spare_of(pages)[5] == 1
     assert (pages.live.data_ptr(), spare_of(pages).data_ptr()) == places
+
+
+@pytest.mark.parametrize("kept", [[], [(0, 10), (5_000, 9_000)], [(0, 12_288)]])
+def test_memory_that_is_given_back(kept: list[tuple[int, int]]) -> None:
+    pages = made(10_000)
+    live, spare = pages.live, spare_of(pages)
+    places = live.data_ptr(), spare.data_ptr()
+    expected = torch.zeros_like(live)
+    for value in (1, 2):
+        live.fill_(value)
+        spare.fill_(9)
+        for begin, end in kept:
+            expected[begin:end] = value
+        pages.release(kept)
+        assert [os.fstat(file).st_blocks for file in pages._files] == [0, 0]  # type: ignore[attr-defined]
+        pages.restore()
+        assert torch.equal(live, expected)
+        assert pages.fresh
+        assert (pages.live.data_ptr(), spare_of(pages).data_ptr()) == places
+    spare.fill_(3)
+    pages.make_live()
+    assert torch.all(live == 3)
+    pages.drop_spare()
+    assert sorted(os.fstat(file).st_blocks > 0 for file in pages._files) == [False, True]  # type: ignore[attr-defined]
+    assert torch.all(live == 3)
+    assert not spare_of(pages).any()
 
 
 def test_what_is_being_read_is_copied_to() -> None:

@@ -87,6 +87,11 @@ def check(lab: Lab, completion: sglrl.Completion, *, again: bool = False) -> Non
         lab.check_history(completion, again=again)
 
 
+async def test_an_engine_that_cannot_sleep(lab: Lab) -> None:
+    with pytest.raises(sglrl.UsageError, match=r"only after launch\(enable_memory_saver=True\)"):
+        await lab.client.sleep()
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 async def test_what_runs_goes_on(lab: Lab, mode: Any) -> None:
     client = lab.client

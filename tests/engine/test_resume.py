@@ -45,7 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "repetition": {"temperature": 0, "repetition_penalty": 1.4},
     "at least": {"temperature": 0, "min_new_tokens": 135, "ignore_eos": False},
     "regex": {"temperature": 0, "regex": "(abc){45}", "ignore_eos": False},
-    "other budget": {"temperature": 0, "max_new_tokens": 97},
+    "other budget": {"temperature": 0, "max_new_tokens": 131},
 }
 
 
@@ -151,6 +151,8 @@ async def test_requests_go_on_where_they_were(
     client, overlap = pair
     plain = {**WANTED, "temperature": 0}
     uncut = (await client.generate(input_ids=PROMPT, **plain)).text
+    # The engine compiles a new grammar while other requests run, perhaps to their ends.
+    await client.generate(input_ids=PROMPT, max_new_tokens=1, regex=CASES["regex"]["regex"])
     # Stop strings that end a request after its worker is lost, each at another position.
     stops = [uncut[at : at + 4] for at in range(len(uncut) - 40, len(uncut) - 4, 9)]
     stops = [stop for stop in stops if "\ufffd" not in stop and uncut.count(stop) == 1]

@@ -24,6 +24,7 @@ from sglrl.driver.worker_info import WorkerInfo
 from sglrl.inference.adapters import PoolAdapters
 from sglrl.inference.client import Client
 from sglrl.inference.engine_controls import PoolPausing
+from sglrl.inference.sleeping import PoolSleeping
 from sglrl.remote.server import PoolServer
 from sglrl.transport.memory import MemoryDealer, MemoryRouter
 from sglrl.weights.channel import WeightChannel
@@ -246,6 +247,7 @@ class Pool(DriverListener):
             timeout=None,
             sender=sender,
             pausing=pausing,
+            sleeping=PoolSleeping(pool),
             adapters=PoolAdapters(pool, lambda worker, reason: None),
             serve=serve,
         )

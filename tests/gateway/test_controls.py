@@ -84,6 +84,26 @@ async def test_a_pause(
     assert (await turn).json()["meta_info"]["completion_tokens"] == 1000
 
 
+async def test_sleep(client: sglrl.Client, http: httpx.AsyncClient) -> None:
+    release, resume = "/release_memory_occupation", "/resume_memory_occupation"
+    turn = asyncio.ensure_future(http.post("/generate", json=SLOW))
+    await until_running(client, 1)
+    for path, body, asleep in (
+        (release, None, ("kv_cache", "weights")),
+        (resume, {"tags": ["weights"]}, ("kv_cache",)),
+        (resume, {}, ()),
+        (release, {"tags": ["weights"]}, ("weights",)),
+    ):
+        assert (await http.post(path, json=body)).status_code == 200
+        assert {stats.engine.asleep for stats in await client.stats()} == {asleep}
+    assert not turn.done()
+    answer = await http.post(release, json={"tags": ["cuda_graph"]})
+    assert answer.status_code == 400
+    assert "tags must be of ('kv_cache', 'weights')" in answer.text
+    assert (await http.post(resume)).status_code == 200
+    assert (await turn).json()["meta_info"]["completion_tokens"] == 1000
+
+
 @pytest.mark.parametrize("path", ["/pause_generation", "/pause"])
 async def test_a_pause_that_aborts(
     client: sglrl.Client, gateway: Any, http: httpx.AsyncClient, path: str
@@ -102,7 +122,7 @@ async def test_a_pause_that_aborts(
 async def test_what_is_rejected(gateway: Any, http: httpx.AsyncClient) -> None:
     for path, why in (
         ("/update_weights_from_tensor", "its body is a pickle"),
-        ("/release_memory_occupation", "engines cannot sleep"),
+        ("/release_memory_occupation", "the field 'mode' is not supported"),
         ("/pause?mode=wait", "mode must be 'abort' or 'keep', got 'wait'"),
         ("/pause_generation", "Invalid enum value 'x'"),
     ):

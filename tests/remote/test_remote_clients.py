@@ -245,6 +245,25 @@ async def test_what_may_take_as_long_as_it_takes(remote: sglrl.Client) -> None:
     await remote.pause(timeout=None)
     assert await remote.abort(timeout=None) == 0
     await remote.resume(timeout=None)
+    await remote.sleep(timeout=None)
+    await remote.wake(timeout=None)
+
+
+async def test_sleep(pool: sglrl.Client, remote: sglrl.Client) -> None:
+    await remote.sleep(["weights"])
+    assert {stats.engine.asleep for stats in await pool.stats()} == {("weights",)}
+    call = asyncio.ensure_future(remote.generate(input_ids=[5], max_new_tokens=4))
+    await pool.sleep(["kv_cache"])
+    await remote.wake(["weights"])
+    assert {stats.engine.asleep for stats in await remote.stats()} == {("kv_cache",)}
+    assert not call.done()
+    await remote.wake()
+    assert (await call).output_ids.tolist() == [5, 5, 5, 5]
+    with pytest.raises(sglrl.UsageError, match="inflight must be one of"):
+        await remote.sleep(inflight="x")  # type: ignore[arg-type]
+    with pytest.raises(sglrl.InvalidRequest, match="neither drains nor forgets"):
+        await remote.sleep(inflight="drain")
+    await remote.wake()
 
 
 async def test_many_at_once_share_the_workers(pool: sglrl.Client, remote: sglrl.Client) -> None:

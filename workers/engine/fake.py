@@ -38,6 +38,7 @@ import numpy as np
 from sglrl.errors import InvalidAdapter, InvalidRequest, UnknownAdapter
 from sglrl.wire.calls import ItemKind
 from sglrl.wire.engine import (
+    SLEEP_TAGS,
     EngineInfo,
     EngineStats,
     GenerateArgs,
@@ -49,13 +50,14 @@ from sglrl.wire.engine import (
     ProfileArgs,
     Sampling,
     ScoreArgs,
+    SleepArgs,
     TensorValue,
     TokenChunk,
 )
 from sglrl.wire.processes import EngineSpec
 
 from ..mailbox import Mailbox
-from .protocol import check_mode, check_top
+from .protocol import check_mode, check_sleep, check_top
 
 _SAMPLINGS = 1024
 
@@ -87,7 +89,6 @@ class FakeEngine:
     """Implements ``SteppingEngine`` as the module's docstring describes."""
 
     mailbox: Mailbox
-    paused: bool
 
     def __init__(self, spec: EngineSpec) -> None:
         options: dict[str, Any] = dict(spec.args)
@@ -109,7 +110,8 @@ class FakeEngine:
         self.prepared: set[int] = set()
         """Serials of adapters that are not live: at most one."""
         self.requests: dict[int, _Running] = {}
-        self.paused = False
+        self._paused = False
+        self.asleep: tuple[str, ...] = ()
         self.later: dict[int, Callable[[], None]] = {}
         """Answers to requests that arrived while the engine was paused and that need no step."""
         self.generated = 0
@@ -123,6 +125,10 @@ class FakeEngine:
         self.falling = falling.astype("<f4")
         self.sampling = msgspec.msgpack.Decoder(Sampling)
         self.samplings: dict[bytes, Sampling] = {}
+
+    @property
+    def paused(self) -> bool:
+        return self._paused or bool(self.asleep)
 
     @property
     def busy(self) -> bool:
@@ -248,15 +254,31 @@ class FakeEngine:
         check_mode(mode)
         if mode == "abort":
             self.abort_all()
-        self.paused = True
+        self._paused = True
         self.mailbox.put_value(id_, None)
 
     def resume(self, id_: int) -> None:
-        self.paused = False
+        self._paused = False
+        self._go_on()
+        self.mailbox.put_value(id_, None)
+
+    def sleep(self, id_: int, args: SleepArgs) -> None:
+        check_sleep(args)
+        if args.inflight == "drain" or not args.keep_weights:
+            raise InvalidRequest("engine='fake' neither drains nor forgets weights")
+        if args.inflight == "abort":
+            self.abort_all()
+        self.asleep = args.asleep
+        self._go_on()
+        self.mailbox.put_value(id_, None)
+
+    def _go_on(self) -> None:
+        """Answer the requests that waited, unless the engine is still paused."""
+        if self.paused:
+            return
         later, self.later = self.later, {}
         for answer in later.values():
             answer()
-        self.mailbox.put_value(id_, None)
 
     def step(self) -> None:
         running = min(len(self.requests), self.most_running)
@@ -346,6 +368,7 @@ class FakeEngine:
             generated_tokens=self.generated,
             uptime=uptime,
             tokens_per_second=self.generated / uptime if uptime else 0.0,
+            asleep=self.asleep,
         )
 
     def info(self) -> EngineInfo:
@@ -363,4 +386,5 @@ class FakeEngine:
             max_lora_rank=self.max_lora_rank,
             lora_target_modules=self.lora_modules,
             max_loaded_loras=self.max_loras,
+            sleep_tags=SLEEP_TAGS,
         )

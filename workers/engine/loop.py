@@ -23,13 +23,16 @@ class SteppingEngine(Engine, Protocol):
 
     Attributes:
         mailbox: the engine's answers go there.
-        paused: the engine makes no steps until ``resume``.
     """
 
     mailbox: Mailbox
-    paused: bool
     request_steps: int
     """Number of requests in all steps: each request counts once in each of its steps."""
+
+    @property
+    def paused(self) -> bool:
+        """True if the engine makes no steps, because it is paused or asleep."""
+        ...
 
     @property
     def busy(self) -> bool:

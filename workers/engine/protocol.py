@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from sglrl.errors import InvalidRequest
 from sglrl.wire.engine import (
+    SLEEP_TAGS,
     EngineInfo,
     EngineStats,
     GenerateArgs,
@@ -20,6 +21,7 @@ from sglrl.wire.engine import (
     NextTokenArgs,
     ProfileArgs,
     ScoreArgs,
+    SleepArgs,
     TensorValue,
 )
 
@@ -37,6 +39,17 @@ def check_mode(mode: str) -> None:
     """Raise ``InvalidRequest`` unless ``mode`` is one of ``PAUSE_MODES``."""
     if mode not in PAUSE_MODES:
         raise InvalidRequest(f"unknown pause mode {mode!r}; known: {', '.join(PAUSE_MODES)}")
+
+
+SLEEP_MODES = ("retract", "drain", "abort")
+
+
+def check_sleep(args: SleepArgs) -> None:
+    """Raise ``InvalidRequest`` unless ``args`` has known tags and one of ``SLEEP_MODES``."""
+    if unknown := sorted(set(args.asleep) - set(SLEEP_TAGS)):
+        raise InvalidRequest(f"unknown tags {unknown}; known: {', '.join(SLEEP_TAGS)}")
+    if args.inflight not in SLEEP_MODES:
+        raise InvalidRequest(f"inflight must be one of {SLEEP_MODES}, got {args.inflight!r}")
 
 
 class Engine(Protocol):
@@ -85,6 +98,14 @@ class Engine(Protocol):
 
     def resume(self, id_: int) -> None:
         """Make steps again after ``pause``, then answer through ``Mailbox.put_value``."""
+        ...
+
+    def sleep(self, id_: int, args: SleepArgs) -> None:
+        """Give memory back or take it again, then answer None through ``Mailbox.put_value``.
+
+        Raises:
+            InvalidRequest: a tag or the mode is unknown, or the engine does not support it.
+        """
         ...
 
     def adapters(self, id_: int, args: LoraPart | LoraPrepare | LoraCommit | LoraKeep) -> None:

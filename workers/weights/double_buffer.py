@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from .host_copy import HostCopy, Ranges
+
 SPARE_BYTES = 1 << 30
 """Free GPU memory, in bytes, that staging leaves to the engine."""
 _LEFT_FREE = 4 << 30
@@ -39,8 +41,9 @@ class Pages(ABC):
 
     live: torch.Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.fresh = True
+        self._host = HostCopy(device)
         self._lock = threading.Lock()
         self._readers = 0
 
@@ -90,6 +93,39 @@ class Pages(ABC):
         with self._lock:
             self._settle()
 
+    def release(self, kept: Ranges) -> None:
+        """Free both memories. Their addresses stay reserved.
+
+        Args:
+            kept: the parts of the live memory to copy to the memory of the host.
+
+        Raises:
+            EngineError: the host has too little memory for ``kept``. Nothing was freed.
+        """
+        with self._lock:
+            assert not self._readers
+            self._host.save(self.live, kept)
+            self._free()
+            self.fresh = True
+
+    def restore(self) -> None:
+        """Allocate the live memory again, and load the parts that ``release`` has kept.
+
+        The other parts have any values.
+
+        Raises:
+            RuntimeError: the GPU has too little free memory. Nothing was allocated.
+        """
+        with self._lock:
+            self._take()
+            self._host.load(self.live)
+
+    def drop_spare(self) -> None:
+        """Free the spare memory."""
+        with self._lock:
+            self._drop_spare()
+            self.fresh = True
+
     @abstractmethod
     def _make_spare(self) -> torch.Tensor | None: ...
 
@@ -99,12 +135,21 @@ class Pages(ABC):
     @abstractmethod
     def _settle(self) -> None: ...
 
+    @abstractmethod
+    def _free(self) -> None: ...
+
+    @abstractmethod
+    def _take(self) -> None: ...
+
+    @abstractmethod
+    def _drop_spare(self) -> None: ...
+
 
 class _FilePages(Pages):
     """Pages on a CPU."""
 
     def __init__(self, size: int) -> None:
-        super().__init__()
+        super().__init__(torch.device("cpu"))
         self._size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
         self._mmap = ctypes.CDLL(None, use_errno=True).mmap
         self._mmap.restype = ctypes.c_void_p
@@ -145,6 +190,22 @@ class _FilePages(Pages):
 
     def _settle(self) -> None:
         pass
+
+    def _free(self) -> None:
+        for file in self._files:
+            self._empty(file)
+
+    def _take(self) -> None:
+        # The file is as long as before. The kernel allocates its pages on first use.
+        pass
+
+    def _drop_spare(self) -> None:
+        for file in self._files[1:]:
+            self._empty(file)
+
+    def _empty(self, file: int) -> None:
+        os.ftruncate(file, 0)
+        os.ftruncate(file, self._size)
 
 
 class _CudaMemory:
@@ -213,7 +274,7 @@ class _CudaPages(Pages):
     """Pages on a GPU."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        super().__init__()
+        super().__init__(device)
         self._device = device
         self._memory = memory = _CudaMemory(device)
         self._size = -(-size // memory.granularity) * memory.granularity
@@ -261,6 +322,24 @@ class _CudaPages(Pages):
             self._memory.release(self._other)
             self._other = None
         self._settled = True
+
+    def _free(self) -> None:
+        torch.cuda.synchronize(self._device)
+        self._drop_spare()
+        self._memory.unmap(self._live_at, self._size)
+        self._memory.release(self._live)
+
+    def _take(self) -> None:
+        torch.cuda.empty_cache()
+        self._live = self._memory.create(self._size)
+        self._memory.map(self._live_at, self._size, self._live)
+
+    def _drop_spare(self) -> None:
+        self._settle(keep=True)
+        if self._other is not None:
+            self._memory.unmap(self._other_at, self._size)
+            self._memory.release(self._other)
+            self._other = None
 
 
 def _make_room(device: torch.device, size: int) -> bool:

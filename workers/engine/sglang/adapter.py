@@ -30,16 +30,17 @@ from sglrl.wire.engine import (
     NextTokenArgs,
     ProfileArgs,
     ScoreArgs,
+    SleepArgs,
     TensorValue,
 )
 
 from ...mailbox import Mailbox
 from ..loop import IDLE_WAIT
-from ..protocol import check_mode, check_top
+from ..protocol import check_mode, check_sleep, check_top
 from . import convert, inspection
 from .aborts import Aborts
 from .accelerations.queries import Known
-from .commands import PauseCommand, Report, Resume
+from .commands import PauseCommand, Report, Resume, SleepCommand
 from .draining import Draining
 from .lora_calls import LoraArgs, LoraCalls
 from .next_token import Rows
@@ -70,7 +71,7 @@ class Adapter(RequestTable):
         """The accelerations of SGLang that are on."""
         self.flushes: list[int] = []
         self.aborts = Aborts(self)
-        self.draining = Draining(self, self.aborts)
+        self.draining = Draining(self, self.aborts, self.slept)
         self.lora = LoraCalls(self, self.aborts)
         self.profiling = inspection.Profiling()
         self.rows: Rows | None = None
@@ -171,6 +172,23 @@ class Adapter(RequestTable):
     def resume(self, id_: int) -> None:
         self.incoming.append(PauseCommand(id_, ""))
 
+    def sleep(self, id_: int, args: SleepArgs) -> None:
+        check_sleep(args)
+        command = SleepCommand(id_, args.asleep, args.inflight, args.keep_weights)
+        self.draining.sleep(command)
+
+    def slept(self, command: SleepCommand, error: str) -> None:
+        """Answer the call of a command that was executed, or given up for a later one.
+
+        Args:
+            error: why it failed, or "".
+        """
+        if error:
+            self.mailbox.put_error(command.call, "EngineError", error)
+        else:
+            self.mailbox.put_value(command.call, None)
+        self.mailbox.flush()
+
     def paused(self, command: PauseCommand) -> None:
         """Answer the call of an executed command."""
         if command.call >= 0:
@@ -191,6 +209,8 @@ class Adapter(RequestTable):
         self.incoming.append(self.profiling.stop(id_))
 
     def get_weights(self, names: list[str]) -> list[TensorValue]:
+        if "weights" in self.scheduler.sglrl_sleep.asleep:
+            raise InvalidRequest('the weights are asleep: await client.wake(["weights"]) first')
         assert self.scheduler.sglrl_weights is not None
         found: list[TensorValue] = self.scheduler.sglrl_weights.named(names)
         return found

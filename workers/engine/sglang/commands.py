@@ -40,6 +40,19 @@ class PauseCommand:
 
 
 @dataclass(frozen=True)
+class SleepCommand:
+    """Give memory back, or take it again. See ``SleepArgs``.
+
+    call: the call that asked for it.
+    """
+
+    call: int
+    asleep: tuple[str, ...]
+    inflight: str
+    keep_weights: bool
+
+
+@dataclass(frozen=True)
 class Report:
     """What a request reports about its tokens beside SGLang's own, sent before the request.
 

@@ -119,6 +119,15 @@ def matched(match: Any) -> int:
     return len(match.device_indices) if found is None else int(found)
 
 
+def clear_kv_cache(scheduler: Any) -> None:
+    """Forget the whole KV cache. No request may hold a part of it."""
+    scheduler.tree_cache.reset()
+    scheduler.req_to_token_pool.clear()
+    scheduler.token_to_kv_pool_allocator.clear()
+    if hasattr(scheduler.req_to_token_pool, "reset_aux_cache_allocator"):
+        scheduler.req_to_token_pool.reset_aux_cache_allocator()
+
+
 def begin_weight_update(runner: Any) -> None:
     """Prepare quantized layers for new weights. Only SGLang 0.5.21 and later need this."""
     updater: Any = getattr(runner, "weight_updater", None)

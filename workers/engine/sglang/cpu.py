@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,19 @@ class UntouchedZeros(TorchFunctionMode):  # type: ignore[misc]
                 flat = torch.from_numpy(memory[begin : begin + size])
                 return flat.view(like.dtype).view(like.shape)
         return func(*args, **kwargs)
+
+
+def discard(tensors: Sequence[torch.Tensor]) -> None:
+    """Give the memory of tensors back to the kernel. They are zero afterwards."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for tensor in tensors:
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        first = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE
+        whole = (end - first) // mmap.PAGESIZE * mmap.PAGESIZE
+        if whole > 0 and libc.madvise(
+            ctypes.c_void_p(first), ctypes.c_size_t(whole), mmap.MADV_DONTNEED
+        ):
+            raise OSError(ctypes.get_errno(), "the kernel did not take memory back")
 
 
 def give_way() -> None:

@@ -1,19 +1,23 @@
-"""The order of requests and weight commands, and commands that wait until no request runs."""
+"""The order of requests and commands, and commands that wait until no request runs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 
 from .aborts import Aborts
-from .commands import ABOUT_REQUESTS, WeightCommand
+from .commands import ABOUT_REQUESTS, SleepCommand, WeightCommand
 from .request_table import RequestTable
 from .weight_commands import WeightCommands
 
 
 class Draining:
-    """Puts weight commands between the requests. True while there is a command.
+    """Puts weight and sleep commands between the requests. True while there is a command.
+
+    Args:
+        slept: ``slept(command, "")`` answers the call of a sleep command that was given up.
 
     Attributes:
         commands: the commands that the scheduler has not executed.
@@ -21,11 +25,20 @@ class Draining:
             requests are held back until then.
     """
 
-    def __init__(self, table: RequestTable, aborts: Aborts) -> None:
+    def __init__(
+        self, table: RequestTable, aborts: Aborts, slept: Callable[[SleepCommand, str], None]
+    ) -> None:
         self._table = table
         self._aborts = aborts
         self.commands = WeightCommands(table.mailbox.wake)
-        self.waiting: WeightCommand | None = None
+        self.waiting: WeightCommand | SleepCommand | None = None
+        self._slept = slept
+        self._newest: SleepCommand | None = None
+
+    def sleep(self, command: SleepCommand) -> None:
+        """Add a sleep command. An earlier one that waits is given up for it."""
+        self._newest = command
+        self.commands.put(command)
 
     def __bool__(self) -> bool:
         return bool(self.commands) or self.waiting is not None
@@ -57,7 +70,12 @@ class Draining:
         # SGLang only queues these requests before the command. Their prefill uses the new weights.
         return [*back, command]
 
-    def _given_up(self, command: WeightCommand) -> bool:
+    def _given_up(self, command: WeightCommand | SleepCommand) -> bool:
+        if isinstance(command, SleepCommand):
+            if command is self._newest:
+                return False
+            self._slept(command, "")
+            return True
         weights = self._table.scheduler.sglrl_weights
         assert weights is not None
         return bool(weights.given_up(command))

@@ -32,6 +32,7 @@ def engine_stats(table: RequestTable, draining: bool) -> EngineStats:
         uptime=uptime,
         tokens_per_second=table.generated_tokens / uptime if uptime else 0.0,
         draining=draining,
+        asleep=tuple(sorted(scheduler.sglrl_sleep.asleep)),
     )
 
 
@@ -65,5 +66,6 @@ def engine_info(
         tp_size=scheduler.server_args.tp_size,
         accelerations=accelerations,
         tokenizer=scheduler.server_args.tokenizer_path or "",
+        sleep_tags=scheduler.sglrl_sleep.possible,
         **adapters,
     )

@@ -24,6 +24,7 @@ from .no_tokenizer import has_tokenizer
 from .patch import Setup, install
 from .patch_list import PATCHES
 from .scheduler import SglrlScheduler
+from .sleep import Sleep, enable_memory_saver
 from .source import sglang_folder
 from .weights import SglangWeights
 
@@ -57,7 +58,17 @@ def _server_args(body: EngineSpec) -> ServerArgs:
         sys.setswitchinterval(0.0005)
         args |= cpu.engine_arguments(body.memory_share)
     args |= body.args
+    if _saves_memory(body):
+        if body.device == "cpu":
+            # torch_memory_saver is for GPUs. See ``Sleep``.
+            del args["enable_memory_saver"]
+        else:
+            enable_memory_saver()
     return compat.checked_arguments(args, body.gpu_id)
+
+
+def _saves_memory(body: EngineSpec) -> bool:
+    return bool(body.args.get("enable_memory_saver"))
 
 
 def _memory(body: EngineSpec) -> AbstractContextManager[Any]:
@@ -121,6 +132,7 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
         else torch.device("cpu")
     )
     weights = scheduler.sglrl_weights = SglangWeights(scheduler, device, body.rank)
+    scheduler.sglrl_sleep = Sleep(scheduler, weights, enabled=_saves_memory(body))
     weights.channel = RankWeights(spec, body.rank, weights)
     if adapter is not None and mailbox is not None:
         adapter.begun = time.monotonic()

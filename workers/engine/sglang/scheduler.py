@@ -29,6 +29,7 @@ from sglang.srt.managers.scheduler_components.request_receiver import SchedulerR
 from sglang.srt.server_args import PortArgs
 
 from sglrl.core.hangs import PAUSED, PREFILL, WEIGHTS
+from sglrl.errors import EngineError
 from sglrl.wire.calls import Heartbeat
 
 from ..loop import IDLE_WAIT
@@ -43,11 +44,13 @@ from .commands import (
     PrepareAdapter,
     Report,
     Resume,
+    SleepCommand,
     WeightCommand,
 )
 from .no_tokenizer import NoTokenizer
 from .patches import sampling_reports, score_temperature
 from .patches.undrawable_tokens import end_undrawable
+from .sleep import Sleep
 from .weights import SglangWeights
 
 logger = logging.getLogger("sglrl.worker")
@@ -98,6 +101,9 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self.sglrl_adapter = adapter
         self.sglrl_gpu = gpu_id
         self.sglrl_weights: SglangWeights | None = None
+        self.sglrl_sleep: Sleep | None = None
+        self._sglrl_pause_wanted = False
+        """Whether a ``PauseCommand`` has paused the engine."""
         self.sglrl_queries: Queries | None = None
         """Answers next-token queries; None if this acceleration is off."""
         self.sglrl_version = 0
@@ -192,6 +198,10 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
                     super().process_input_requests(theirs)
                     theirs = []
                     self._sglrl_pause(request)
+                case SleepCommand():
+                    super().process_input_requests(theirs)
+                    theirs = []
+                    self._sglrl_change_sleep(request)
                 case PrepareAdapter() | CommitAdapter() | DropAdapters():
                     super().process_input_requests(theirs)
                     theirs = []
@@ -215,9 +225,39 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             return
         if command.mode == "retract":
             self.sglrl_retract()
-        self._engine_paused = bool(command.mode)
+        self._sglrl_pause_wanted = bool(command.mode)
+        self._sglrl_stop_or_go()
         if self.sglrl_adapter is not None:
             self.sglrl_adapter.paused(command)
+
+    def _sglrl_stop_or_go(self) -> None:
+        """Make steps unless the engine is paused, or sleeps."""
+        assert self.sglrl_sleep is not None
+        self._engine_paused = self._sglrl_pause_wanted or self.sglrl_sleep.stops
+
+    def _sglrl_change_sleep(self, command: SleepCommand) -> None:
+        assert self.sglrl_sleep is not None
+        error = ""
+        if command.asleep:
+            self.sglrl_retract()
+        self._sglrl_updating = True
+        try:
+            self.sglrl_sleep.change(command)
+        except (EngineError, RuntimeError, OSError) as raised:
+            if self.server_args.tp_size > 1:
+                # The other ranks may have succeeded.
+                raise
+            error = str(raised)
+        self._sglrl_updating = False
+        self._sglrl_stop_or_go()
+        if self.sglrl_adapter is not None:
+            self.sglrl_adapter.slept(command, error)
+
+    def sglrl_filled(self) -> None:
+        """The live weights are complete: an update has replaced all of them, or some."""
+        if self.sglrl_sleep is not None and self.sglrl_sleep.empty:
+            self.sglrl_sleep.empty = False
+            self._sglrl_stop_or_go()
 
     def sglrl_retract(self) -> None:
         """Return running requests to the queue. The engine stays paused, or running."""

@@ -107,11 +107,12 @@ class SglangWeights:
             ]
 
     @property
-    def _pages(self) -> Pages | None:
+    def pages(self) -> Pages | None:
+        """The memory of the model's parameters; None: they are where SGLang has put them."""
         return getattr(self._scheduler.tp_worker.model_runner, "sglrl_pages", None)
 
     def reading(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._pages is None else self._pages.reading()
+        return nullcontext() if self.pages is None else self.pages.reading()
 
     def live(self) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -125,7 +126,7 @@ class SglangWeights:
 
     def spare(self, names: Sequence[str]) -> dict[str, torch.Tensor] | None:
         assert self._plan is not None
-        pages = self._pages
+        pages = self.pages
         if pages is None or self._plan.copies.keys() != set(names):
             return None
         places = self._plan.places(pages.live) if self._spare is None else {}
@@ -175,8 +176,8 @@ class SglangWeights:
             torch._foreach_copy_(targets, sources)
 
     def settle(self) -> None:
-        if self._pages is not None:
-            self._pages.settle()
+        if self.pages is not None:
+            self.pages.settle()
 
     def staged(self, update: int, bound: Any) -> None:
         self._ready = (update, bound)
@@ -252,6 +253,49 @@ class SglangWeights:
         """Record that a step is launched."""
         self._at_rest = None
 
+    def release_memory(self, *, keep: bool) -> None:
+        """Give the memory of the parameters back. The engine is idle, and no update runs.
+
+        Args:
+            keep: keep all values in the memory of the host. Otherwise this keeps only what an
+                update of all weights does not bring.
+
+        Raises:
+            EngineError: the host has too little memory, or the weights cannot be updated, so they
+                must be kept.
+        """
+        assert self.pages is not None
+        self._synchronize()
+        whole = [(0, self.pages.live.nbytes)]
+        self.pages.release(whole if keep else self._not_updated(self.pages.live))
+
+    def _not_updated(self, memory: torch.Tensor) -> list[tuple[int, int]]:
+        """Return the byte ranges of the parameters' memory that no update writes."""
+        self.describe()
+        assert self._plan is not None
+        written = []
+        for copies in self._plan.copies.values():
+            for copy in copies:
+                begin = copy.target.data_ptr() - memory.data_ptr()
+                if copy.target.is_contiguous() and 0 <= begin < memory.nbytes:
+                    written.append((begin, begin + copy.target.nbytes))
+        found, at = [], 0
+        for begin, end in [*sorted(written), (memory.nbytes, memory.nbytes)]:
+            if begin > at:
+                found.append((at, begin))
+            at = max(at, end)
+        return found
+
+    def restore_memory(self) -> None:
+        """Take the memory of the parameters again, with the values that are kept."""
+        assert self.pages is not None
+        self.pages.restore()
+
+    def drop_spare(self) -> None:
+        """Free the memory that is kept for the next update."""
+        if self.pages is not None:
+            self.pages.drop_spare()
+
     def execute(self, command: WeightCommand) -> None:
         """Execute a command between two steps."""
         if self.given_up(command):
@@ -308,8 +352,8 @@ class SglangWeights:
         if bound is not None:
             self.copy(bound)
             return
-        assert self._pages is not None
-        self._pages.make_live()
+        assert self.pages is not None
+        self.pages.make_live()
 
     def _hold(self, command: WeightCommand) -> None:
         hold = self._hold_of(command.update)
@@ -337,6 +381,7 @@ class SglangWeights:
         """Use a version from the next step on."""
         self._scheduler.sglrl_version = version
         self._scheduler.sglrl_new_keys()
+        self._scheduler.sglrl_filled()
 
     def _stream(self) -> Any:
         """Return the stream on which the model's kernels run."""

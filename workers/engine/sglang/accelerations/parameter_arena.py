@@ -23,15 +23,22 @@ def install(setup: Setup) -> None:
     The runner's ``sglrl_pages`` is the result of ``move``, or None.
     """
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
 
     load = ModelRunner.load_model
 
     def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
-        result = load(runner, *args, **kwargs)
+        saver = runner.memory_saver_adapter
+        # Memory that can be exchanged can also be given back, without torch_memory_saver.
+        runner.memory_saver_adapter = TorchMemorySaverAdapter.create(enable=False)
+        try:
+            result = load(runner, *args, **kwargs)
+        finally:
+            runner.memory_saver_adapter = saver
         runner.sglrl_pages = None
         # Quantized weights are never updated, and their kernels may already hold their addresses.
         plain = runner.model_config.quantization is None
-        if plain and not (runner.is_draft_worker or runner.server_args.enable_memory_saver):
+        if plain and not runner.is_draft_worker:
             runner.sglrl_pages = move(runner.model)
         return result
 

@@ -1,0 +1,170 @@
+"""Let the engines of a pool sleep, which gives their memory to a trainer on the same GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from contextlib import AsyncExitStack
+from typing import Final, Protocol
+
+from ..actors.actor import Actor as _Actor
+from ..actors.actor import EndpointSpec, endpoint, endpoints_of
+from ..config import check_timeout
+from ..core.driver_listener import DriverListener
+from ..core.members import STARTING, SYNCING
+from ..driver.driver import Driver
+from ..errors import DeadlineExceeded, UsageError
+from ..weights.channel import WeightChannel
+from ..weights.deadline import Deadline
+from ..wire.engine import SLEEP_TAGS, EngineInfo
+from .engine_controls import ask_all, tell
+
+_MODES: Final = ("retract", "drain", "abort")
+
+
+class _Sleeper(_Actor):
+    """The endpoint of an engine worker.
+
+    It is not idempotent, so a call is not retried on a replacement worker, which starts only when
+    all engines are awake.
+    """
+
+    @endpoint
+    async def sleep(self, asleep: tuple[str, ...], inflight: str, keep_weights: bool) -> None:
+        raise NotImplementedError  # served by workers/mailbox.py
+
+
+_SLEEP: Final[EndpointSpec] = endpoints_of(_Sleeper)["sleep"]
+
+
+class Sleeping(Protocol):
+    """Lets engines sleep. ``Client`` documents methods of the same names.
+
+    ``PoolSleeping`` implements it for a local pool, ``remote.client`` for a remote pool.
+    """
+
+    def start(self) -> None:
+        """The pool has started."""
+        ...
+
+    async def sleep(
+        self, tags: Iterable[str], inflight: str, keep_weights: bool, timeout: float | None
+    ) -> None: ...
+
+    async def wake(self, tags: Iterable[str] | None, timeout: float | None) -> None: ...
+
+
+class SleepingPool(Protocol):
+    """What ``PoolSleeping`` needs of ``driver.pool.Pool``."""
+
+    @property
+    def driver(self) -> Driver: ...
+
+    @property
+    def engine(self) -> EngineInfo | None: ...
+
+    @property
+    def weights(self) -> WeightChannel: ...
+
+    def hold_replacements(self, held: bool) -> None: ...
+
+
+class PoolSleeping(DriverListener):
+    """Lets the engines of this process's pool sleep.
+
+    While they do, no worker is replaced: a new worker needs memory that the engines have given
+    away.
+    """
+
+    def __init__(self, pool: SleepingPool) -> None:
+        self._pool = pool
+        self._asleep: set[str] = set()
+        self._kept = True
+        """Whether weights that are asleep are kept."""
+        self._has_slept = False
+
+    def start(self) -> None:
+        self._pool.driver.add_listener(self)
+
+    async def sleep(
+        self, tags: Iterable[str], inflight: str, keep_weights: bool, timeout: float | None
+    ) -> None:
+        wanted = self._checked(tags)
+        if inflight not in _MODES:
+            raise UsageError(f"inflight must be one of {_MODES}, got {inflight!r}")
+        deadline = Deadline(check_timeout(timeout))
+        if not keep_weights and "weights" in wanted:
+            # Weights that cannot be updated would never return.
+            await self._pool.weights.describe(deadline.left)
+        if self._asleep:
+            # No request runs.
+            inflight = "retract"
+        self._pool.hold_replacements(True)
+        try:
+            await self._until_started(deadline)
+            async with AsyncExitStack() as stack:
+                if "weights" in wanted - self._asleep:
+                    await stack.enter_async_context(self._pool.weights.at_rest(deadline))
+                    self._kept = keep_weights
+                    self._pool.weights.sleep(kept=keep_weights)
+                self._asleep |= wanted
+                self._has_slept = True
+                await self._tell_all(inflight, deadline)
+        finally:
+            if not self._asleep:
+                self._pool.hold_replacements(False)
+
+    async def wake(self, tags: Iterable[str] | None, timeout: float | None) -> None:
+        wanted = set(SLEEP_TAGS) if tags is None else self._checked(tags)
+        deadline = Deadline(check_timeout(timeout))
+        self._asleep -= wanted
+        await self._tell_all("retract", deadline)
+        if "weights" not in self._asleep:
+            self._pool.weights.wake()
+        if not self._asleep:
+            self._pool.hold_replacements(False)
+
+    def before_serving(self, worker: int) -> None:
+        # This wakes a worker, too: it may have been away when the others woke up.
+        if self._has_slept:
+            tell(self._pool.driver, _SLEEP, self._state("retract"), worker)
+
+    def _checked(self, tags: Iterable[str]) -> set[str]:
+        """Return the tags as a set.
+
+        Raises:
+            UsageError: the engines cannot give this back.
+        """
+        if isinstance(tags, str):
+            raise UsageError(f'tags must be a sequence such as ("kv_cache",), got {tags!r}')
+        wanted = set(tags)
+        if unknown := sorted(map(str, wanted - set(SLEEP_TAGS))):
+            raise UsageError(f"tags must be of {SLEEP_TAGS}, got {unknown}")
+        engine = self._pool.engine
+        assert engine is not None
+        if not engine.sleep_tags:
+            raise UsageError("engines sleep only after launch(enable_memory_saver=True)")
+        if missing := sorted(wanted - set(engine.sleep_tags)):
+            raise UsageError(
+                f"these engines cannot give back {missing}: their weights are quantized, or the "
+                'acceleration "parameter_arena" is off'
+            )
+        return wanted
+
+    def _state(self, inflight: str) -> tuple[tuple[str, ...], str, bool]:
+        return tuple(sorted(self._asleep)), inflight, self._kept
+
+    async def _tell_all(self, inflight: str, deadline: Deadline) -> None:
+        limit = None if deadline.seconds == float("inf") else deadline.left
+        await ask_all(self._pool.driver, _SLEEP, self._state(inflight), timeout=limit)
+
+    async def _until_started(self, deadline: Deadline) -> None:
+        """Wait until no worker is starting: it would take memory while the others sleep."""
+        driver = self._pool.driver
+        try:
+            async with deadline.limit():
+                while any(m.state in (STARTING, SYNCING) for m in driver.fabric.members.values()):
+                    await driver.change()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"a worker was still starting after {deadline}; no engine sleeps"
+            ) from None

@@ -1,0 +1,75 @@
+"""Engines on a GPU that give their memory back, and take it again."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine.reference import Reference
+
+import sglrl
+
+from .conftest import ARGUMENTS, TOLERANCE
+
+pytestmark = [pytest.mark.gpu, pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+
+PROMPTS = [[3 + (7 * i + 11 * j * j) % 500 for j in range(3 + 9 * i)] for i in range(6)]
+LONG: dict[str, Any] = {"max_new_tokens": 400, "logprobs": True, "ignore_eos": True}
+
+
+def used() -> int:
+    """Return the memory that is in use on the first GPU, in MiB."""
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
+
+
+async def answers(client: sglrl.Client) -> list[list[int]]:
+    made = await client.generate(
+        input_ids=PROMPTS, max_new_tokens=32, temperature=0, ignore_eos=True
+    )
+    return [completion.output_ids.tolist() for completion in made]
+
+
+async def test_sleep_and_wake(gpu_model: Path, other_gpu_model: Path) -> None:
+    other = Reference(other_gpu_model)
+    before = used()
+    async with sglrl.launch(
+        gpu_model, device="cuda", enable_memory_saver=True, **ARGUMENTS
+    ) as client:
+        awake = used() - before
+        expected = await answers(client)
+        left = []
+        for keep in (True, True, False, False):
+            calls = [
+                asyncio.ensure_future(client.generate(input_ids=prompt, **LONG))
+                for prompt in PROMPTS
+            ]
+            while not any(s.engine.running for s in await client.stats()):
+                pass
+            await client.sleep(keep_weights=keep)
+            left.append(used() - before)
+            assert not any(call.done() for call in calls)
+            if not keep:
+                await client.wake(["weights"])
+                await client.update_weights(other.model)
+            await client.wake()
+            for call in calls:
+                made = await call
+                assert len(made.output_ids) == 400
+                at = 400 if keep else made.versions[-1].start
+                ids = [*made.prompt_ids, *made.output_ids]
+                rows = other.logprobs(ids)[len(made.prompt_ids) - 1 + at : -1]
+                chosen = rows[np.arange(400 - at), made.output_ids[at:]]
+                np.testing.assert_allclose(made.logprobs[at:], chosen, atol=TOLERANCE, rtol=0)
+            if keep:
+                # In 16 bits, other requests in the batch could change an answer.
+                assert await answers(client) == expected
+        assert await client.verify_weights(other.model) == []
+    print(f"awake {awake} MiB, asleep {left} MiB")
+    assert awake > 20_000
+    assert max(left) < 1_500
+    assert max(left) - min(left) < 100

@@ -1,0 +1,101 @@
+"""Give the memory of one rank back while its engine sleeps.
+
+The KV cache is in memory of torch_memory_saver (https://github.com/fzyzcjy/torch_memory_saver), as
+in SGLang's own server. The weights are in ``double_buffer.Pages``. Both keep their addresses, so
+CUDA graphs stay valid.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from sglrl.errors import EngineError
+
+from . import compat
+from .commands import SleepCommand
+from .weights import SglangWeights
+
+
+class Sleep:
+    """The state of one rank.
+
+    Args:
+        enabled: the engine was launched with ``enable_memory_saver=True``.
+
+    Attributes:
+        asleep: what has no memory now, of ``SLEEP_TAGS``.
+        empty: the weights were not kept, and no update has brought new ones.
+    """
+
+    def __init__(self, scheduler: Any, weights: SglangWeights, *, enabled: bool) -> None:
+        self._scheduler = scheduler
+        self._weights = weights
+        self._enabled = enabled
+        self.asleep: set[str] = set()
+        self.empty = False
+
+    @property
+    def possible(self) -> tuple[str, ...]:
+        """What this engine can give back, of ``SLEEP_TAGS``."""
+        if not self._enabled:
+            return ()
+        return ("kv_cache", "weights") if self._weights.pages is not None else ("kv_cache",)
+
+    @property
+    def stops(self) -> bool:
+        """Whether the engine can make no steps."""
+        return bool(self.asleep) or self.empty
+
+    def change(self, command: SleepCommand) -> None:
+        """Give memory back, or take it again. No request may run.
+
+        Raises:
+            EngineError: the GPU or the host has too little memory. ``asleep`` says what was done.
+        """
+        wanted = set(command.asleep)
+        if not wanted <= set(self.possible):
+            raise EngineError(f"this engine cannot give back {sorted(wanted)}")
+        new = wanted - self.asleep
+        if "kv_cache" in new:
+            compat.clear_kv_cache(self._scheduler)
+            self._release_kv_cache()
+            self.asleep.add("kv_cache")
+        if "weights" in new:
+            self._weights.release_memory(keep=command.keep_weights)
+            self.empty |= not command.keep_weights
+            self.asleep.add("weights")
+        if new:
+            self._weights.drop_spare()
+            if self._weights.device.type == "cuda":
+                torch.cuda.empty_cache()
+        # The weights first: an update may then bring new ones before the KV cache returns.
+        if "weights" in self.asleep - wanted:
+            self._weights.restore_memory()
+            self.asleep.remove("weights")
+        if "kv_cache" in self.asleep - wanted:
+            self._scheduler.memory_saver_adapter.resume("kv_cache")
+            self.asleep.remove("kv_cache")
+
+    def _release_kv_cache(self) -> None:
+        if self._weights.device.type == "cuda":
+            torch.cuda.synchronize(self._weights.device)
+            self._scheduler.memory_saver_adapter.pause("kv_cache")
+            return
+        from . import cpu
+
+        cache = self._scheduler.token_to_kv_pool_allocator.get_kvcache()
+        # The kernel allocates this memory again on first use.
+        cpu.discard([*cache.k_buffer, *cache.v_buffer])
+
+
+def enable_memory_saver() -> None:
+    """Let SGLang allocate its KV cache with torch_memory_saver. Call this before it does.
+
+    SGLang preloads a library that replaces ``cudaMalloc``. A forked process cannot do this, so
+    torch_memory_saver uses an allocator of PyTorch instead.
+    """
+    from torch_memory_saver import torch_memory_saver
+
+    torch_memory_saver.hook_mode = "torch"
