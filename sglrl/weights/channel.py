@@ -7,10 +7,10 @@ decode step delays them.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Final
 
 import msgspec
@@ -36,7 +36,15 @@ from .deadline import Deadline, turn
 from .kept import Kept
 from .peers import PeerCopies
 from .questions import Questions
-from .ranks import DriverPort, Rank, Ranks, all_said_hello, check_alive, lost_error
+from .ranks import (
+    DriverPort,
+    Rank,
+    Ranks,
+    all_said_hello,
+    check_alive,
+    lost_error,
+    with_version,
+)
 from .remote_source import RemoteSenders
 from .sender_group import SenderGroup, check_settings
 from .update_report import UpdateReport
@@ -192,7 +200,7 @@ class WeightChannel(DriverListener):
                 # The update contains all tensors, although its caller set ``partial``.
                 request = msgspec.structs.replace(request, partial=False)
             if request.partial:
-                ranks = self._with_current_weights(ranks)
+                ranks = with_version(ranks, self.versions, self.version)
             self._check_fit(wanted, request)
             if source is not None:
                 check_settings(source.settings, ranks)
@@ -229,22 +237,6 @@ class WeightChannel(DriverListener):
     def forget(self, source: Source) -> None:
         """Forget the group of a source that is closed."""
         self._group.forget(source)
-
-    def _with_current_weights(self, ranks: list[Rank]) -> list[Rank]:
-        """Return the ranks that a partial update may go to.
-
-        A worker with older weights would get a mix of two policies.
-
-        Raises:
-            WeightUpdateError: no worker has the current weights.
-        """
-        current = [rank for rank in ranks if self.versions[rank.worker] == self.version]
-        if ranks and not current:
-            raise WeightUpdateError(
-                f"no worker has the weights of version {self.version}, so a part of the weights "
-                "is not enough; send all of them"
-            )
-        return current
 
     def _check_fit(self, wanted: ModelDescription, request: UpdateRequest) -> None:
         """Check the manifest of a request, unless it is the manifest of the last check.
@@ -329,15 +321,9 @@ class WeightChannel(DriverListener):
 
     # --- sleep ------------------------------------------------------------------------------------
 
-    @contextlib.asynccontextmanager
-    async def at_rest(self, deadline: Deadline) -> AsyncIterator[None]:
-        """Within the block, no update, copy or request for checksums runs.
-
-        Raises:
-            UpdateInProgress: one was still running when the deadline passed.
-        """
-        async with turn(self._lock, deadline):
-            yield
+    def at_rest(self, deadline: Deadline) -> AbstractAsyncContextManager[None]:
+        """Return a context in which no update, copy or request for checksums runs: see ``turn``."""
+        return turn(self._lock, deadline)
 
     def sleep(self, *, kept: bool) -> None:
         """The engines give the memory of their weights away. Call this ``at_rest``.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from ..core.driver_listener import DriverListener
@@ -172,3 +172,23 @@ def check_alive(ranks: Iterable[Rank]) -> None:
 
 def lost_error(worker: int) -> WorkerLost:
     return WorkerLost(f"worker {worker} was lost", worker=worker)
+
+
+def with_version(ranks: Sequence[Rank], versions: Mapping[int, int], version: int) -> list[Rank]:
+    """Return the ranks that a partial update of ``version`` may go to.
+
+    A worker with older weights would get a mix of two policies.
+
+    Args:
+        versions: of the workers.
+
+    Raises:
+        WeightUpdateError: no worker has the weights of ``version``.
+    """
+    current = [rank for rank in ranks if versions[rank.worker] == version]
+    if ranks and not current:
+        raise WeightUpdateError(
+            f"no worker has the weights of version {version}, so a part of the weights is not "
+            "enough; send all of them"
+        )
+    return current
