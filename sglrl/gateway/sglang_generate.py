@@ -54,7 +54,7 @@ _INSTEAD: Final = {
     "return_flat_raw_top_logprobs": "top_logprobs_num",
     "return_sampling_mask": "Client.generate(return_sampling_mask=True)",
     "session_params": "a session of the gateway (POST /sessions)",
-    "token_ids_logprob": "top_logprobs_num",
+    "token_ids_logprob": "Client.generate(token_ids_logprob=...)",
 }
 """Fields that are not supported, and those that take their place."""
 _IGNORED_SAMPLING: Final = ("spaces_between_special_tokens", "stream_interval")

@@ -115,6 +115,7 @@ def _joined(one: TokenChunk, other: TokenChunk) -> TokenChunk:
         top_logprobs=one.top_logprobs + other.top_logprobs,
         mask_ids=one.mask_ids + other.mask_ids,
         mask_lengths=one.mask_lengths + other.mask_lengths,
+        given_logprobs=one.given_logprobs + other.given_logprobs,
     )
 
 

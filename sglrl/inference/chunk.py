@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..wire.engine import TokenChunk
-from .completion import Decode, cut_text
+from .completion import Decode, cut_text, given_logprobs
 from .sampling import SamplingParams
 from .sampling_mask import SamplingMask, mask_of
 
@@ -29,8 +29,9 @@ class Chunk(msgspec.Struct, frozen=True, dict=True, eq=False):
     _ids: bytes
     _logprobs: bytes | None
     _text: Callable[[], str]
-    _mask: TokenChunk | None = None
     lora_version: int = 0
+    _chunk: TokenChunk | None = None
+    _params: SamplingParams | None = None
 
     @cached_property
     def output_ids(self) -> NDArray[np.int32]:
@@ -45,7 +46,16 @@ class Chunk(msgspec.Struct, frozen=True, dict=True, eq=False):
     @property
     def sampling_mask(self) -> SamplingMask | None:
         """The tokens that could be drawn at each new position. None unless requested."""
-        return None if self._mask is None else mask_of([self._mask])
+        chunk, params = self._chunk, self._params
+        if chunk is None or params is None or not params.return_sampling_mask:
+            return None
+        return mask_of([chunk])
+
+    @cached_property
+    def token_ids_logprobs(self) -> NDArray[np.float32] | None:
+        """Logprobs of the tokens of ``token_ids_logprob``, float32 [t, k], or None."""
+        chunk, params = self._chunk, self._params
+        return None if chunk is None or params is None else given_logprobs([chunk], params)
 
     @property
     def text(self) -> str:

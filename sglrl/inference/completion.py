@@ -305,6 +305,15 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
         )
 
     @cached_property
+    def token_ids_logprobs(self) -> NDArray[np.float32] | None:
+        """Logprobs of the k tokens of ``token_ids_logprob``, float32 [t, k]. None unless requested.
+
+        They are of the same distribution as ``logprobs``. A token that could not be drawn has the
+        smallest float32.
+        """
+        return given_logprobs(self._chunks, self._params)
+
+    @cached_property
     def sampling_mask(self) -> SamplingMask | None:
         """The tokens that could be drawn at each position. None unless requested.
 
@@ -388,6 +397,16 @@ def cut_text(
         if at >= 0:
             text = text[: at + len(stop_match) if params.no_stop_trim else at]
     return text
+
+
+def given_logprobs(
+    chunks: Sequence[TokenChunk], params: SamplingParams
+) -> NDArray[np.float32] | None:
+    """Return the logprobs of the tokens of ``token_ids_logprob``, float32 [t, k], or None."""
+    count = len(params.token_ids_logprob)
+    if not count:
+        return None
+    return np.frombuffer(b"".join([c.given_logprobs for c in chunks]), "<f4").reshape(-1, count)
 
 
 def version_spans(chunks: Sequence[TokenChunk], *, lora: bool = False) -> tuple[VersionSpan, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from operator import index
 from typing import Any
 
@@ -23,6 +24,18 @@ def check_integer(name: str, value: Any, low: int, high: float = (1 << 31) - 1) 
         raise InvalidRequest(f"{name} must be at least {low}, got {value}")
     if number > high:
         raise InvalidRequest(f"{name} must be at most {high}, got {value}")
+
+
+def check_token_ids(name: str, value: Any) -> None:
+    try:
+        tokens = [*value] if isinstance(value, Collection) else None
+    except TypeError:
+        # A zero-dimensional array.
+        tokens = None
+    if tokens is None or isinstance(value, (str, bytes)):
+        raise InvalidRequest(f"{name} must be a list of token ids, got {value!r}")
+    for token in tokens:
+        check_integer(name, token, 0)
 
 
 def check_number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:

@@ -34,6 +34,7 @@ class _SamplingOptions(TypedDict, total=False):
     structural_tag: str | Mapping[str, Any] | None
     logprobs_mode: LogprobsMode
     return_sampling_mask: bool
+    token_ids_logprob: Sequence[int]
     max_tokens: int | None
     max_completion_tokens: int | None
     min_tokens: int

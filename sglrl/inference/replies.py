@@ -139,7 +139,10 @@ class GenerationReply:
             raise _malformed("tokens without logprobs")
         if self.top and not len(chunk.top_ids) == len(chunk.top_logprobs) == self.top * size:
             raise _malformed("tokens without logprobs")
-        if self.prepared.params.return_sampling_mask and not is_whole(chunk):
+        params = self.prepared.params
+        if len(chunk.given_logprobs) != len(params.token_ids_logprob) * size:
+            raise _malformed("tokens without the logprobs of given token ids")
+        if params.return_sampling_mask and not is_whole(chunk):
             raise _malformed("tokens without sampling masks")
         return chunk
 

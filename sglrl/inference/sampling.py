@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from difflib import get_close_matches
 from typing import Any, Final, Literal
 
@@ -14,7 +14,7 @@ import numpy as np
 from ..errors import InvalidRequest
 from ..wire.codec import encode
 from ..wire.engine import Sampling
-from .number_checks import check_integer, check_number
+from .number_checks import check_integer, check_number, check_token_ids
 from .tokens import check_text
 
 DEFAULT_MAX_NEW_TOKENS: Final = 128
@@ -73,7 +73,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             of them may be given. A schema or a tag (see XGrammar, https://xgrammar.mlc.ai) may be a
             dict or JSON text.
         skip_special_tokens: leave special tokens out of ``text``.
-        logprobs_mode: the distribution of ``logprobs`` and ``top_logprobs``.
+        logprobs_mode: the distribution of all logprobs that the request returns.
 
             * "raw_logprobs": the softmax of the model's logits, as ``Client.score`` returns it.
             * "scaled_logprobs": the same after penalties, ``logit_bias``, grammar and temperature.
@@ -82,6 +82,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
               top-k, top-p and min-p, and normalized again. With temperature 0, all logprobs are 0.
         return_sampling_mask: return the tokens that could be drawn (``Completion.sampling_mask``).
             Needs top_p, top_k, min_p, temperature 0 or a grammar.
+        token_ids_logprob: token ids, at most 1,000. Return the logprob of each of them at every
+            output position (``Completion.token_ids_logprobs``).
 
     Raises:
         InvalidRequest: a value is out of range or of the wrong type.
@@ -110,6 +112,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     structural_tag: str | Mapping[str, Any] | None = None
     logprobs_mode: LogprobsMode = SCALED_LOGPROBS
     return_sampling_mask: bool = False
+    token_ids_logprob: Sequence[int] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
@@ -142,21 +145,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidRequest(
                     f"stop_regex {text!r} is not a regular expression: {error}"
                 ) from None
-        if isinstance(self.stop_token_ids, (str, bytes)) or not isinstance(
-            self.stop_token_ids, Collection
-        ):
-            raise InvalidRequest(
-                f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}"
-            )
-        try:
-            tokens = [*self.stop_token_ids]
-        except TypeError:
-            # A zero-dimensional array.
-            raise InvalidRequest(
-                f"stop_token_ids must be a list of token ids, got {self.stop_token_ids!r}"
-            ) from None
-        for token in tokens:
-            check_integer("stop_token_ids", token, 0)
+        check_token_ids("stop_token_ids", self.stop_token_ids)
+        check_token_ids("token_ids_logprob", self.token_ids_logprob)
         for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim", "return_sampling_mask"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -213,6 +203,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 "return_sampling_mask is for limited sampling, and all tokens may be drawn: set "
                 "top_p, top_k or min_p, or leave it out"
             )
+        if isinstance(self.token_ids_logprob, (Set, Mapping)):
+            raise InvalidRequest(
+                f"token_ids_logprob must be a list of token ids, got {self.token_ids_logprob!r}"
+            )
 
     @property
     def grammars(self) -> list[str]:
@@ -254,11 +248,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             structural_tag=_sent(self.structural_tag),
             logprobs_mode=None if self.logprobs_mode == SCALED_LOGPROBS else self.logprobs_mode,
             return_sampling_mask=self.return_sampling_mask,
+            token_ids_logprob=tuple(int(t) for t in self.token_ids_logprob),
         )
 
 
 def most_top_logprobs(vocab_size: int) -> int:
-    """Return the largest allowed ``top_logprobs``."""
+    """Return the largest allowed ``top_logprobs``, and number of ids of ``token_ids_logprob``."""
     return min(1000, vocab_size)
 
 
@@ -421,16 +416,16 @@ class SamplingCache:
         return found
 
     def _check(self, params: SamplingParams) -> Prepared:
-        for token in params.stop_token_ids:
-            if token >= self._vocab_size:
-                raise InvalidRequest(
-                    f"stop_token_ids holds {token}; the vocabulary has {self._vocab_size} tokens"
-                )
-        for biased in params.logit_bias or ():
-            if int(biased) >= self._vocab_size:
-                raise InvalidRequest(
-                    f"logit_bias holds {biased}; the vocabulary has {self._vocab_size} tokens"
-                )
+        for name in ("stop_token_ids", "token_ids_logprob", "logit_bias"):
+            tokens = getattr(params, name)
+            for token in () if tokens is None else tokens:
+                if int(token) >= self._vocab_size:
+                    raise InvalidRequest(
+                        f"{name} holds {token}; the vocabulary has {self._vocab_size} tokens"
+                    )
+        count, most = len(params.token_ids_logprob), most_top_logprobs(self._vocab_size)
+        if count > most:
+            raise InvalidRequest(f"token_ids_logprob has {count} token ids; at most {most} can be")
         return Prepared(params)
 
     @staticmethod

@@ -90,8 +90,9 @@ class Stream:
                             chunk.ids,
                             chunk.logprobs if logprobs else None,
                             texts.add(chunk),
-                            chunk if prepared.params.return_sampling_mask else None,
                             chunk.lora_version,
+                            chunk,
+                            prepared.params,
                         )
                 outcome = reply.outcome
                 if outcome is not None:

@@ -215,8 +215,11 @@ def _check(trainer: Any) -> None:
         raise UsageError("the engines have no prompt tuning; use an adapter that can be merged")
     if getattr(trainer.model, "is_quantized", False):
         raise UsageError("quantized weights are not supported; load the model without quantization")
-    if (trainer.args.generation_kwargs or {}).get("return_sampling_mask"):
+    values = trainer.args.generation_kwargs or {}
+    if values.get("return_sampling_mask"):
         raise UsageError("return_sampling_mask has no effect: TRL's loss takes no masks")
+    if values.get("token_ids_logprob"):
+        raise UsageError("token_ids_logprob has no effect: TRL's loss does not use it")
 
 
 def _is_sharded(accelerator: Any) -> bool:

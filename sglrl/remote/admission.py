@@ -240,6 +240,9 @@ class Admission:
         sampling = _decode_sampling(raw)
         if not all(0 <= token < vocab_size for token in sampling.stop_token_ids):
             raise InvalidRequest("stop_token_ids are outside the vocabulary")
+        _check_top(len(sampling.token_ids_logprob), self._most_top)
+        if not all(0 <= token < vocab_size for token in sampling.token_ids_logprob):
+            raise InvalidRequest("token_ids_logprob is outside the vocabulary")
         for token, bias in sampling.logit_bias.items():
             if not 0 <= token < vocab_size or not abs(bias) <= MOST_BIAS:
                 raise InvalidRequest("logit_bias is outside the vocabulary, or no number")

@@ -66,6 +66,7 @@ class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):
     structural_tag: str | None = None
     logprobs_mode: str | None = None
     return_sampling_mask: bool = False
+    token_ids_logprob: tuple[int, ...] = ()
 
 
 class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -105,6 +106,7 @@ class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
     mask_lengths: int32 [t], the number of ids at each position, or empty.
     lora_version: of the adapter that sampled all of these tokens.
     lora_parts: as ``parts``, with versions of the adapter. Empty if ``lora_version`` computed all.
+    given_logprobs: float32 [t, k], the logprobs of the k token ids of ``token_ids_logprob``.
     """
 
     ids: bytes
@@ -120,6 +122,7 @@ class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
     mask_lengths: bytes = b""
     lora_version: int = 0
     lora_parts: bytes = b""
+    given_logprobs: bytes = b""
 
 
 class ScoreArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):

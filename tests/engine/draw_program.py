@@ -134,7 +134,7 @@ def main() -> None:
         "likeliest tokens": sample(logits, top=[0, 2, 0, 0, 0]),
         "given tokens": sample(logits, token_ids=[None, [3], None, None, None]),
         "reports": sample(
-            logits, return_logprob=False, sglrl_reports=sampling_reports.Rows([1], [], [], [], [])
+            logits, return_logprob=False, sglrl_reports=sampling_reports.Rows([1], *[[]] * 5)
         ),
         "greedy": sample(logits, is_all_greedy=True),
     }

@@ -39,6 +39,7 @@ CASES: dict[str, dict[str, Any]] = {
         "top_p": 0.7,
         "return_sampling_mask": True,
         "logprobs_mode": "processed_logprobs",
+        "token_ids_logprob": [3, 14, 15, 92, 6],
     },
     "frequency": {"temperature": 0, "frequency_penalty": 0.6},
     "presence": {"temperature": 0, "presence_penalty": 1.1},
@@ -112,6 +113,8 @@ def same(made: sglrl.Completion, whole: sglrl.Completion, name: str) -> None:
         assert made.sampling_mask is not None
         for part, expected in zip(made.sampling_mask, whole.sampling_mask, strict=True):
             assert part.tolist() == expected.tolist(), name
+    if whole.token_ids_logprobs is not None:
+        np.testing.assert_allclose(made.token_ids_logprobs, whole.token_ids_logprobs, atol=1e-4)
     assert made.finish_reason == whole.finish_reason, name
     assert made.stop_match == whole.stop_match, name
     assert made.text == whole.text, name

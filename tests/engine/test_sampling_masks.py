@@ -35,6 +35,7 @@ LIMITS: list[dict[str, float]] = [
     {"top_p": 0.9, "min_p": 0.05},
     {"top_k": 30, "top_p": 0.7, "min_p": 0.02},
 ]
+GIVEN = [444, 0, 7, 300, 7]
 # More than one report has 64 tokens.
 LONG: dict[str, Any] = {"max_new_tokens": 70, "logprobs": True, "ignore_eos": True}
 
@@ -107,17 +108,19 @@ def check(
         else:
             assert allowed(scaled, how, -MARGIN) <= found <= allowed(scaled, how, MARGIN), i
             assert len(found) <= how.get("top_k", len(row))
-        if made.logprobs is None:
-            continue
         expected = scaled
         if mode == "processed_logprobs":
             # This is what a trainer does with the mask.
             expected = np.full(len(row), -np.inf)
             expected[ids] = log_softmax(row[ids])
-        assert abs(made.logprobs[i] - expected[token]) < TOLERANCE / min(1, temperature or 1)
+        if made.logprobs is not None:
+            assert abs(made.logprobs[i] - expected[token]) < TOLERANCE / min(1, temperature or 1)
+        expected[np.isneginf(expected)] = np.finfo(np.float32).min
+        if made.token_ids_logprobs is not None:
+            values = made.token_ids_logprobs[i]
+            np.testing.assert_allclose(values, expected[GIVEN], atol=2 * TOLERANCE, rtol=0)
         if top:
             best = np.sort(expected)[::-1][:top]
-            best[np.isneginf(best)] = np.finfo(np.float32).min
             values = made.top_logprobs.logprobs[i]
             np.testing.assert_allclose(values, best, atol=2 * TOLERANCE, rtol=0)
 
@@ -140,13 +143,25 @@ async def test_limits(engine: sglrl.Client, reference: Reference, mode: str) -> 
             logprobs_mode=mode,
             return_sampling_mask=True,
             top_logprobs=4 if i % 3 == 0 else 0,
+            token_ids_logprob=GIVEN if i % 2 == 0 else None,
         )
         for i, how in enumerate(cases)
     ]
     plain = [engine.generate(input_ids=PROMPT, **{**LONG, **how}) for how in others]
-    made = await asyncio.gather(*calls, *plain)
+    *made, scores, given = await asyncio.gather(
+        *calls,
+        *plain,
+        engine.score([*PROMPT, *GIVEN]),
+        engine.generate(input_ids=PROMPT, max_new_tokens=3, token_ids_logprob=GIVEN),
+    )
+    expected = reference.logprobs_of(PROMPT, np.array(GIVEN))
+    np.testing.assert_allclose(scores[len(PROMPT) :], expected, atol=TOLERANCE, rtol=0)
+    rows = log_softmax(logits_of(reference, given))[:, GIVEN]
+    assert (given.logprobs, given.token_ids_logprobs.dtype) == (None, np.float32)
+    np.testing.assert_allclose(given.token_ids_logprobs, rows, atol=TOLERANCE, rtol=0)
     for i, (completion, how) in enumerate(zip(made, cases, strict=False)):
         logits = logits_of(reference, completion)
+        assert (completion.token_ids_logprobs is None) == (i % 2 == 1)
         check(completion, logits, how, mode, top=4 if i % 3 == 0 else 0)
     for completion, how in zip(made[len(cases) :], others, strict=True):
         assert completion.sampling_mask is None
@@ -169,6 +184,7 @@ async def test_greedy_alone(engine: sglrl.Client, reference: Reference) -> None:
         top_logprobs=2,
         logprobs_mode="processed_logprobs",
         return_sampling_mask=True,
+        token_ids_logprob=GIVEN,
     )
     assert made.output_ids.tolist() == reference.greedy(PROMPT, 70)
     assert made.sampling_mask.ids.tolist() == made.output_ids.tolist()
@@ -176,6 +192,8 @@ async def test_greedy_alone(engine: sglrl.Client, reference: Reference) -> None:
     assert made.top_logprobs.ids[:, 0].tolist() == made.output_ids.tolist()
     least = float(np.finfo(np.float32).min)
     assert made.top_logprobs.logprobs.tolist() == [[0.0, least]] * 70
+    drawn = made.output_ids[:, None] == GIVEN
+    assert made.token_ids_logprobs.tolist() == np.where(drawn, 0.0, least).tolist()
 
 
 async def test_draws_are_distributed_as_the_processed_logprobs(
@@ -216,6 +234,7 @@ async def test_raw_logprobs(engine: sglrl.Client, reference: Reference) -> None:
                 **how,
                 top_logprobs=3 if i % 2 else 0,
                 logprobs_mode="raw_logprobs",
+                token_ids_logprob=GIVEN,
             )
             for i, how in enumerate(ways)
         ),
@@ -227,6 +246,8 @@ async def test_raw_logprobs(engine: sglrl.Client, reference: Reference) -> None:
         np.testing.assert_allclose(completion.logprobs, expected, atol=TOLERANCE, rtol=0)
         scores = await engine.score([*PROMPT, *completion.output_ids.tolist()], start=len(PROMPT))
         np.testing.assert_allclose(completion.logprobs, scores, atol=2 * TOLERANCE, rtol=0)
+        given = completion.token_ids_logprobs
+        np.testing.assert_allclose(given, rows[:, GIVEN], atol=TOLERANCE, rtol=0)
         top = completion.top_logprobs
         if top is not None:
             best = np.sort(rows, axis=1)[:, ::-1][:, :3]
@@ -290,10 +311,17 @@ async def test_biased_tokens(engine: sglrl.Client, reference: Reference) -> None
 
 async def test_streams(engine: sglrl.Client, reference: Reference) -> None:
     stream = engine.stream(
-        input_ids=PROMPT, **LONG, top_p=0.7, return_sampling_mask=True, stop_token_ids=[3]
+        input_ids=PROMPT,
+        **LONG,
+        top_p=0.7,
+        return_sampling_mask=True,
+        stop_token_ids=[3],
+        token_ids_logprob=GIVEN,
     )
     chunks = [chunk async for chunk in stream]
     made = stream.completion
+    given = np.concatenate([chunk.token_ids_logprobs for chunk in chunks])
+    assert given.tolist() == made.token_ids_logprobs.tolist()
     assert len(chunks) > 1
     sets = [ids.tolist() for chunk in chunks for ids in chunk.sampling_mask.sets()]
     assert sets == [ids.tolist() for ids in made.sampling_mask.sets()]
@@ -304,7 +332,8 @@ async def test_streams(engine: sglrl.Client, reference: Reference) -> None:
 
 async def test_after_a_pause_and_an_abort(engine: sglrl.Client, reference: Reference) -> None:
     how = {"top_p": 0.7, "temperature": 1.2}
-    wanted = {**LONG, **how, "return_sampling_mask": True, "max_new_tokens": 1500}
+    wanted = {**LONG, **how, "return_sampling_mask": True, "token_ids_logprob": GIVEN}
+    wanted["max_new_tokens"] = 1500
     calls = [asyncio.ensure_future(engine.generate(input_ids=PROMPT, **wanted)) for _ in range(3)]
     for mode in ("retract", "in_place", "retract"):
         (first,) = await engine.stats()

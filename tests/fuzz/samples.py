@@ -100,6 +100,7 @@ SAMPLING = Sampling(
     stop_regex=("e.d",),
     logit_bias={3: -1.5},
     structural_tag=None,
+    token_ids_logprob=(3, 7),
 )
 
 
@@ -143,7 +144,8 @@ def generate_args(prompt: bytes, sampling: Sampling = SAMPLING, **more: Any) -> 
 def to_driver() -> list[list[bytes]]:
     chunk = TokenChunk(ids(1, 2, 3), logprobs(3), "", 5, 1, ids(*range(6)), logprobs(6))
     last = TokenChunk(
-        *(ids(4), logprobs(1), "stop", 5, 2, ids(8, 9), logprobs(2), "end", b"", ids(4, 6), ids(2))
+        *(ids(4), logprobs(1), "stop", 5, 2, ids(8, 9), logprobs(2), "end", b"", ids(4, 6), ids(2)),
+        given_logprobs=logprobs(2),
     )
     body, frames = ARRAY
     messages: list[tuple[Any, list[bytes]]] = [

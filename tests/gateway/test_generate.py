@@ -103,7 +103,10 @@ def test_values_of_a_batch() -> None:
         ({"return_hidden_states": True}, "the field 'return_hidden_states' is not supported"),
         ({"return_routed_experts": True}, "the field 'return_routed_experts' is not supported"),
         ({"return_sampling_mask": True}, "is not supported; use Client.generate"),
-        ({"token_ids_logprob": [3]}, "is not supported; use top_logprobs_num"),
+        (
+            {"token_ids_logprob": [3]},
+            "is not supported; use Client.generate(token_ids_logprob=...)",
+        ),
         ({"custom_logit_processor": "x"}, "is not supported; use logit_bias or a grammar"),
         ({"session_params": {"id": "x"}}, "use a session of the gateway"),
     ],

@@ -142,6 +142,13 @@ def test_logprobs_and_samples(service: AsyncSGLang, pool: sglrl.BlockingClient) 
     masks = limited["meta_info"]["output_token_sampling_mask"]
     assert [len(mask) for mask in masks] == [4] * 6
     assert all(token in mask for token, mask in zip(limited["output_ids"], masks, strict=True))
+    given = service.generate(
+        input_ids=ids, max_tokens=6, temperature=0, ignore_eos=True, token_ids_logprob=[7, 9]
+    )
+    scored = [pool.score([*ids, *given["output_ids"][:i], 9])[-1] for i in range(6)]
+    rows = given["meta_info"]["output_token_ids_logprobs"]
+    assert [[token for _, token, _ in row] for row in rows] == [[7, 9]] * 6
+    np.testing.assert_allclose([row[1][0] for row in rows], scored, atol=1e-4)
     samples = service.generate(PROMPTS[:2], n=3, max_new_tokens=4, temperature=1.0)
     assert len(samples) == 6
     assert len(service.generate(PROMPTS[0], n=2, max_new_tokens=1)) == 2

@@ -336,6 +336,7 @@ PROMPT_TUNING = SimpleNamespace(is_prompt_learning=True)
         ({"model": SimpleNamespace(peft_config={"a": PROMPT_TUNING})}, "no prompt tuning"),
         ({"model": SimpleNamespace(is_quantized=True)}, "quantized weights are not supported"),
         ({"generation_kwargs": {"top_p": 0.9, "return_sampling_mask": True}}, "takes no masks"),
+        ({"generation_kwargs": {"token_ids_logprob": [3]}}, "token_ids_logprob has no effect"),
         (
             {
                 "model": SimpleNamespace(peft_config={"a": PROMPT_TUNING}),

@@ -6,7 +6,8 @@ likeliest. Each following id is less likely by a factor of e; after the largest 
 likeliest tokens of an output position are 0, 1, ..., with the logprobs of this distribution. All
 values of ``logprobs_mode`` have the same logprobs. A score at temperature t has these logprobs over
 t. The sampling mask of output position i has the token and the i % 3 ids after it; after the
-largest id comes 0.
+largest id comes 0. The logprob of given token id i is ``-i / 1024`` at output position 0, and by 1
+less at each later position.
 
 Engine arguments:
 
@@ -57,7 +58,7 @@ from sglrl.wire.engine import (
 from sglrl.wire.processes import EngineSpec
 
 from ..mailbox import Mailbox
-from .protocol import check_mode, check_sleep, check_top
+from .protocol import check_given, check_mode, check_sleep, check_top
 
 _SAMPLINGS = 1024
 
@@ -72,6 +73,7 @@ class _Running(msgspec.Struct):
         sent: how many of them the engine has reported.
         top: the number of likeliest tokens at each position.
         mask: report the sampling mask.
+        given: token ids whose logprobs are wanted at each position.
     """
 
     prompt: bytes
@@ -80,6 +82,7 @@ class _Running(msgspec.Struct):
     stream: bool
     top: int
     mask: bool
+    given: tuple[int, ...]
     done: int = 0
     sent: int = 0
     lora: str = ""
@@ -150,6 +153,7 @@ class FakeEngine:
                 f"{self.context_length}"
             )
         check_top(args.top_logprobs, self.vocab_size)
+        check_given(sampling.token_ids_logprob, self.vocab_size)
         self._check_lora(args.lora)
         self.prompted += count
         self.requests[id_] = _Running(
@@ -159,6 +163,7 @@ class FakeEngine:
             args.stream,
             args.top_logprobs,
             sampling.return_sampling_mask,
+            sampling.token_ids_logprob,
             done,
             done,
             args.lora,
@@ -322,6 +327,10 @@ class FakeEngine:
                 top_ids=np.tile(np.arange(top, dtype="<i4"), count).tobytes(),
                 top_logprobs=np.tile(self.falling[:top], count).tobytes(),
             )
+        if request.given:
+            at = np.arange(request.sent, request.done, dtype="<f4")[:, None]
+            rows = -np.array(request.given, "<f4") / 1024 - at
+            chunk = msgspec.structs.replace(chunk, given_logprobs=rows.tobytes())
         if request.mask:
             chunk = self._with_mask(chunk, request.sent)
         request.sent = request.done

@@ -6,6 +6,7 @@ answers later, through ``Mailbox.put``.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, Protocol
 
 from sglrl.errors import InvalidRequest
@@ -30,6 +31,12 @@ def check_top(wanted: int, vocab_size: int) -> None:
     """Raise ``InvalidRequest`` unless ``wanted`` is between 0 and the vocabulary's size."""
     if not 0 <= wanted <= vocab_size:
         raise InvalidRequest(f"cannot return the {wanted} likeliest of {vocab_size} tokens")
+
+
+def check_given(token_ids: Collection[int], vocab_size: int) -> None:
+    """Raise ``InvalidRequest`` unless the token ids are in the vocabulary."""
+    if not all(0 <= token < vocab_size for token in token_ids):
+        raise InvalidRequest(f"token_ids_logprob is outside the {vocab_size} tokens")
 
 
 PAUSE_MODES = ("in_place", "retract", "abort")

@@ -112,6 +112,13 @@ def result(completion: Completion, return_text: bool) -> dict[str, Any]:
             [(logprob, token, None) for logprob, token in zip(row, tokens, strict=True)]
             for row, tokens in zip(top.logprobs.tolist(), top.ids.tolist(), strict=True)
         ]
+    given = completion.token_ids_logprobs
+    if given is not None:
+        tokens = completion._params.token_ids_logprob
+        meta["output_token_ids_logprobs"] = [
+            [(logprob, int(token), None) for logprob, token in zip(row, tokens, strict=True)]
+            for row in given.tolist()
+        ]
     mask = completion.sampling_mask
     if mask is not None:
         meta["output_token_sampling_mask"] = [allowed.tolist() for allowed in mask.sets()]

@@ -32,6 +32,7 @@ from sglrl.wire.engine import (
     ScoreArgs,
     SleepArgs,
     TensorValue,
+    TokenChunk,
 )
 
 from ...mailbox import Mailbox
@@ -88,15 +89,16 @@ class Adapter(RequestTable):
         check_top(args.top_logprobs, scheduler.model_config.vocab_size)
         params, wanted = self.samplings.get(bytes(args.sampling), args.stream)
         begun = convert.token_array(args.resume)
-        asked = convert.generate_request(id_, args, params, self._priority(args))
-        request = self._track(asked, args, args.top_logprobs, generates=True)
+        given = wanted.token_ids
+        asked = convert.generate_request(id_, args, params, self._priority(args), given)
+        request = self._track(asked, args, args.top_logprobs, generates=True, given=len(given))
         if begun:
             self.incoming.append(Resume(convert.request_id(id_), begun))
-        if wanted is not None:
-            self.incoming.append(Report(convert.request_id(id_), *wanted))
+        if wanted.report:
+            self.incoming.append(Report(convert.request_id(id_), wanted.logprobs_mode, wanted.mask))
         self.incoming.append(asked)
         request.sent = request.resumed = len(begun)
-        if wanted is not None and wanted.mask:
+        if wanted.mask:
             request.masks = {}
         self.requests[id_] = request
 
@@ -284,11 +286,9 @@ class Adapter(RequestTable):
             if request is None:
                 continue
             kind, error, text = convert.end_of(output.finished_reasons[i])
-            count = len(output.output_ids[i])
             if kind == ItemKind.CHUNK:
-                if count:
-                    masks, parts = request.take_masks(count), request.take(count)
-                    for chunk in convert.token_chunks(output, i, request.top, parts, masks):
+                if len(output.output_ids[i]):
+                    for chunk in self._chunks(request, output, i):
                         mailbox.put(id_, kind, chunk)
                 continue
             if id_ in self.returned:
@@ -386,12 +386,17 @@ class Adapter(RequestTable):
 
     def _return(self, id_: int, request: TrackedRequest, output: Any, i: int) -> None:
         """Send the last tokens of a request."""
-        count = len(output.output_ids[i])
-        masks, parts = request.take_masks(count), request.take(count)
-        *chunks, last = convert.token_chunks(output, i, request.top, parts, masks)
+        *chunks, last = self._chunks(request, output, i)
         for chunk in chunks:
             self.mailbox.put(id_, ItemKind.CHUNK, chunk)
         self.mailbox.put(id_, ItemKind.DONE, last)
+
+    @staticmethod
+    def _chunks(request: TrackedRequest, output: Any, i: int) -> list[TokenChunk]:
+        """Convert the new output of a request, and count it as sent."""
+        count = len(output.output_ids[i])
+        masks, parts = request.take_masks(count), request.take(count)
+        return convert.token_chunks(output, i, request.top, parts, masks, request.given)
 
     def drawable(self, rid: str, at: int, ids: NDArray[np.int32]) -> None:
         """Take the tokens that could be drawn at an output position.

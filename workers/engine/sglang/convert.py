@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from array import array
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from sglrl.inference.sampling import (
 from sglrl.wire.calls import ItemKind
 from sglrl.wire.engine import GenerateArgs, NextTokenArgs, Sampling, ScoreArgs, TokenChunk
 
+from ..protocol import check_given
 from .no_tokenizer import NoTokenizer
 from .tracked_request import Versions
 
@@ -62,10 +64,21 @@ def token_array(ids: bytes) -> array[int]:
 
 
 class Wanted(NamedTuple):
-    """What a request reports about its tokens beside SGLang's own. See ``commands.Report``."""
+    """What a request reports about its tokens beside their logprobs.
 
-    logprobs_mode: str
-    mask: bool
+    Attributes:
+        logprobs_mode, mask: see ``commands.Report``.
+        token_ids: the tokens whose logprobs are wanted at each position.
+    """
+
+    logprobs_mode: str = SCALED_LOGPROBS
+    mask: bool = False
+    token_ids: tuple[int, ...] = ()
+
+    @property
+    def report(self) -> bool:
+        """Whether SGLang's own results are not enough."""
+        return self.mask or self.logprobs_mode != SCALED_LOGPROBS
 
 
 class Samplings:
@@ -87,19 +100,20 @@ class Samplings:
         self._vocab_size = vocab_size
         self._stream_interval = stream_interval
         self._deterministic = deterministic
-        self._known: dict[tuple[bytes, bool], tuple[SamplingParams, Wanted | None]] = {}
+        self._known: dict[tuple[bytes, bool], tuple[SamplingParams, Wanted]] = {}
 
-    def get(self, raw: bytes, stream: bool) -> tuple[SamplingParams, Wanted | None]:
+    def get(self, raw: bytes, stream: bool) -> tuple[SamplingParams, Wanted]:
         """Return the parameters of one request, and what it reports.
 
         Raises:
-            InvalidRequest: SGLang rejects the values.
+            InvalidRequest: the values are wrong, or SGLang rejects them.
         """
         found = self._known.get((raw, stream))
         if found is None:
             s = _sampling.decode(raw)
             interval = self._stream_interval if stream else PROGRESS_TOKENS
             params = sampling_params(s, interval, self._tokenizer, self._vocab_size)
+            check_given(s.token_ids_logprob, self._vocab_size)
             found = params, _wanted(s, self._deterministic)
             if len(self._known) >= _SAMPLINGS:
                 self._known.clear()
@@ -108,18 +122,16 @@ class Samplings:
         return copy.copy(found[0]), found[1]
 
 
-def _wanted(s: Sampling, deterministic: bool) -> Wanted | None:
+def _wanted(s: Sampling, deterministic: bool) -> Wanted:
     mode = s.logprobs_mode or SCALED_LOGPROBS
     if mode not in LOGPROBS_MODES:
         raise InvalidRequest(f"unknown logprobs_mode {mode!r}")
-    if mode == SCALED_LOGPROBS and not s.return_sampling_mask:
-        return None
     if deterministic and (mode == PROCESSED_LOGPROBS or s.return_sampling_mask):
         raise InvalidRequest(
             'return_sampling_mask and logprobs_mode="processed_logprobs" do not work with '
             "enable_deterministic_inference or rl_on_policy_target"
         )
-    return Wanted(mode, s.return_sampling_mask)
+    return Wanted(mode, s.return_sampling_mask, s.token_ids_logprob)
 
 
 def sampling_params(s: Sampling, interval: int, tokenizer: Any, vocab_size: int) -> SamplingParams:
@@ -182,16 +194,26 @@ def score_params() -> SamplingParams:
 
 
 def generate_request(
-    id_: int, args: GenerateArgs, params: SamplingParams, priority: int | None
+    id_: int,
+    args: GenerateArgs,
+    params: SamplingParams,
+    priority: int | None,
+    token_ids: Sequence[int] = (),
 ) -> TokenizedGenerateReqInput:
-    """Return a request for new tokens."""
+    """Return a request for new tokens.
+
+    Args:
+        token_ids: the tokens whose logprobs are wanted at each position.
+    """
     return _request(
         id_,
         args,
         params,
-        return_logprob=args.logprobs or args.top_logprobs > 0,
-        logprob_start_len=-1,
+        return_logprob=args.logprobs or args.top_logprobs > 0 or len(token_ids) > 0,
+        # With -1 and token ids, SGLang would compute their logprobs in the prompt too.
+        logprob_start_len=len(args.input_ids) // 4 if token_ids else -1,
         top_logprobs_num=args.top_logprobs,
+        token_ids_logprob=list(token_ids) or None,
         # With stream=True SGLang reports every ``stream_interval`` tokens.
         stream=True,
         priority=priority,
@@ -210,6 +232,7 @@ def score_request(
         # SGLang omits the logprob at this position, which depends on the token before it.
         logprob_start_len=max(0, args.start - 1),
         top_logprobs_num=args.top_logprobs,
+        token_ids_logprob=None,
         stream=False,
         priority=priority,
     )
@@ -226,6 +249,7 @@ def next_token_request(
         return_logprob=False,
         logprob_start_len=-1,
         top_logprobs_num=0,
+        token_ids_logprob=None,
         stream=False,
         priority=priority,
     )
@@ -245,7 +269,6 @@ def _request(
         mm_inputs=None,
         token_type_ids=None,
         sampling_params=params,
-        token_ids_logprob=None,
         **fields,
     )
 
@@ -269,6 +292,7 @@ def token_chunks(
     top: int,
     parts: list[tuple[int, Versions]],
     masks: list[NDArray[np.int32]] | None = None,
+    given: int = 0,
 ) -> list[TokenChunk]:
     """Convert the output of request ``i`` in one step.
 
@@ -277,6 +301,7 @@ def token_chunks(
         parts: (number of tokens, versions) of each part of the output, in order. The last part
             takes all remaining tokens.
         masks: for each token, the tokens that could be drawn. None: not wanted.
+        given: number of token ids whose logprobs the request wants.
 
     Returns:
         One chunk for each part.
@@ -295,6 +320,9 @@ def token_chunks(
         if top and values is not None:
             top_ids = _matrix(output.output_top_logprobs_idx[i][span], top, "<i4")
             top_values = _matrix(output.output_top_logprobs_val[i][span], top, "<f4")
+        given_values = b""
+        if given and values is not None:
+            given_values = _matrix(output.output_token_ids_logprobs_val[i][span], given, "<f4")
         mask_ids = mask_lengths = b""
         if masks:
             own = masks[span]
@@ -313,6 +341,7 @@ def token_chunks(
                 mask_ids=mask_ids,
                 mask_lengths=mask_lengths,
                 lora_version=lora_version,
+                given_logprobs=given_values,
             )
         )
     return chunks
@@ -390,6 +419,7 @@ def rest_of(request: Any, sent: int) -> SimpleNamespace:
         output_token_logprobs_val=rest("output_token_logprobs_val"),
         output_top_logprobs_val=rest("output_top_logprobs_val"),
         output_top_logprobs_idx=rest("output_top_logprobs_idx"),
+        output_token_ids_logprobs_val=rest("output_token_ids_logprobs_val"),
         prompt_tokens=[0],
         cached_tokens=[0],
     )

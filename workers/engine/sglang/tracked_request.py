@@ -28,6 +28,7 @@ class TrackedRequest:
     score_start: the first position of a scoring request; -1: it is not one.
     prefills: of a scoring request: (first position, version) of each part of the prompt that one
         version computes.
+    given: number of token ids whose logprobs are wanted at each position.
     generates: it is a request of ``generate``.
     masks: for each position that was not reported, the tokens that could be drawn. None: they are
         not wanted.
@@ -39,6 +40,7 @@ class TrackedRequest:
     __slots__ = (
         "changes",
         "generates",
+        "given",
         "lora",
         "mask_ids",
         "masks",
@@ -59,11 +61,13 @@ class TrackedRequest:
         *,
         lora: str | None = None,
         generates: bool = False,
+        given: int = 0,
     ) -> None:
         self.version = version
         self.top = top
         self.score_start = score_start
         self.generates = generates
+        self.given = given
         self.lora = lora
         self.unloaded = ""
         self.sent = 0

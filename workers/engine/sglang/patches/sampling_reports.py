@@ -41,14 +41,17 @@ class Rows(NamedTuple):
 
     Attributes:
         raw: rows whose logprobs are those of the model's logits.
-        limited: rows whose limited distribution is wanted: ``masks``, then others.
-        masks: rows whose drawable tokens are wanted.
+        limited: rows whose limited distribution is wanted: ``packed``, then others.
+        packed: rows of whose tokens it is wanted which ones could be drawn: ``masks``, then rows of
+            ``processed`` with token ids.
+        masks: rows whose drawable tokens are reported.
         processed: rows whose logprobs are those of the limited distribution.
         processed_at: their positions in ``limited``.
     """
 
     raw: list[int]
     limited: list[int]
+    packed: list[int]
     masks: list[int]
     processed: list[int]
     processed_at: list[int]
@@ -60,7 +63,7 @@ class Limited(NamedTuple):
     Attributes:
         total: float32 [k], logarithm of the probability of all drawable tokens together.
         count: int64 [k], the number of drawable tokens.
-        bits: uint8 [masks, bytes], a bit for each token of the vocabulary.
+        bits: uint8 [packed, bytes], a bit for each token of the vocabulary.
     """
 
     total: torch.Tensor
@@ -111,10 +114,12 @@ def _rows(requests: list[Any]) -> Rows | None:
     raw = [i for i, report in found if report.logprobs_mode == RAW_LOGPROBS]
     masks = [i for i, report in found if report.mask]
     processed = [i for i, report in found if report.logprobs_mode == PROCESSED_LOGPROBS]
-    rows = [*masks, *(i for i in processed if i not in masks)]
+    given = [i for i in processed if requests[i].logprob.token_ids_logprob is not None]
+    packed = [*masks, *(i for i in given if i not in masks)]
+    rows = [*packed, *(i for i in processed if i not in packed)]
     if not raw and not rows:
         return None
-    return Rows(raw, rows, masks, processed, [rows.index(i) for i in processed])
+    return Rows(raw, rows, packed, masks, processed, [rows.index(i) for i in processed])
 
 
 def _patch_info() -> None:
@@ -156,24 +161,46 @@ def _patch_sampler() -> None:
     forward = Sampler.forward
 
     def with_reports(
-        self: Any, output: Any, info: Any, return_logprob: bool, top: Any, *args: Any, **kwargs: Any
+        self: Any,
+        output: Any,
+        info: Any,
+        return_logprob: bool,
+        top: Any,
+        given: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
-        """Sample, and set ``output.sglrl_masks``: rows and their bits on the host, or None."""
-        ids = forward(self, output, info, return_logprob, top, *args, **kwargs)
+        """Sample, and set ``output.sglrl_masks``: rows and their bits on the host, or None.
+
+        Args:
+            top, given: for each row, the number of likeliest tokens whose logprobs are wanted, and
+                the token ids whose logprobs are wanted, or None.
+        """
+        ids = forward(self, output, info, return_logprob, top, given, *args, **kwargs)
         output.sglrl_masks = None
+        if return_logprob and any(tokens is not None for tokens in given):
+            # 0.5.17 writes lists where no token ids are given, and later reads tensors.
+            none = ids.new_empty(0)
+            values = output.next_token_token_ids_logprobs_val
+            for row, tokens in enumerate(given):
+                if tokens is None:
+                    values[row] = none
         rows = info.sglrl_reports
         if rows is None:
             return ids
         found, info.sglrl_limited = info.sglrl_limited, None
         raw, info.sglrl_raw = info.sglrl_raw, None
-        if return_logprob and rows.raw:
-            _write_raw(output, ids, rows.raw, raw, top)
-        if return_logprob and rows.processed:
-            _write_processed(output, rows, found, top)
-        if rows.masks:
+        bits = None
+        if rows.packed:
             columns = output.next_token_logits.shape[1]
-            drawn = ids.index_select(0, _index(rows.masks, ids))
-            output.sglrl_masks = rows.masks, to_host(_with_drawn(found, drawn, columns))
+            bits = _with_drawn(found, ids.index_select(0, _index(rows.packed, ids)), columns)
+        if return_logprob and rows.raw:
+            _write_raw(output, ids, rows.raw, raw, top, given)
+        if return_logprob and rows.processed:
+            _write_processed(output, rows, found, bits, top, given)
+        if rows.masks:
+            assert bits is not None
+            output.sglrl_masks = rows.masks, to_host(bits[: len(rows.masks)])
         return ids
 
     Sampler._sample_from_probs = sample
@@ -206,14 +233,14 @@ def _limit(probs: torch.Tensor, info: Any, rows: Rows, ids: torch.Tensor, simple
         totals.append(weights.sum(-1).log().float())
         counts.append(drawable.sum(-1))
         drawn.append(torch.multinomial(weights, 1)[:, 0])
-        if block.start < len(rows.masks):
+        if block.start < len(rows.packed):
             bits.append(_pack(drawable))
     ours = torch.cat(drawn).to(ids.dtype)
     if info.sampling_seed is not None:
         seeded = info.sampling_seed.index_select(0, at) >= 0
         ours = torch.where(seeded, ids.index_select(0, at), ours)
     ids.index_copy_(0, at, ours)
-    packed = torch.cat(bits)[: len(rows.masks)] if bits else ids.new_empty(0)
+    packed = torch.cat(bits)[: len(rows.packed)] if bits else ids.new_empty(0)
     return Limited(torch.cat(totals), torch.cat(counts), packed)
 
 
@@ -226,7 +253,7 @@ def _pack(drawable: torch.Tensor) -> torch.Tensor:
 
 
 def _with_drawn(found: Limited | None, drawn: torch.Tensor, columns: int) -> torch.Tensor:
-    """Return the bits of the rows with masks, including the drawn tokens.
+    """Return the bits of the packed rows, including the drawn tokens.
 
     Tensor-parallel ranks may agree on a token that rounding excludes on this rank.
 
@@ -247,7 +274,12 @@ def _with_drawn(found: Limited | None, drawn: torch.Tensor, columns: int) -> tor
 
 
 def _write_raw(
-    output: Any, ids: torch.Tensor, rows: list[int], logits: torch.Tensor, top: list[int]
+    output: Any,
+    ids: torch.Tensor,
+    rows: list[int],
+    logits: torch.Tensor,
+    top: list[int],
+    given: list[list[int] | None],
 ) -> None:
     """Replace the logprobs of rows by those of the model's logits, before all processing."""
     at = _index(rows, ids)
@@ -259,12 +291,24 @@ def _write_raw(
             values, tokens = own.topk(top[row])
             output.next_token_top_logprobs_val[row] = values
             output.next_token_top_logprobs_idx[row] = tokens
+        if wanted := given[row]:
+            output.next_token_token_ids_logprobs_val[row] = own[_index(wanted, own)]
 
 
-def _write_processed(output: Any, rows: Rows, found: Limited | None, top: list[int]) -> None:
+def _write_processed(
+    output: Any,
+    rows: Rows,
+    found: Limited | None,
+    bits: torch.Tensor | None,
+    top: list[int],
+    given: list[list[int] | None],
+) -> None:
     """Replace the logprobs of rows by those of the limited distribution.
 
     Limits remove the least likely tokens, so the likeliest ones keep their order.
+
+    Args:
+        bits: of ``rows.packed``, with the drawn tokens.
     """
     logprobs = output.next_token_logprobs
     at = _index(rows.processed, logprobs)
@@ -276,14 +320,30 @@ def _write_processed(output: Any, rows: Rows, found: Limited | None, top: list[i
         total, count = found.total.index_select(0, where), found.count.index_select(0, where)
     # Rounding may leave a little of the only drawable token's logprob.
     logprobs.index_copy_(0, at, (before - total).clamp_(max=0).masked_fill_(count == 1, 0.0))
-    for row, own, most in zip(rows.processed, total, count, strict=True):
+    for row, place, own, most in zip(rows.processed, rows.processed_at, total, count, strict=True):
         if top[row]:
             values = output.next_token_top_logprobs_val[row]
             inside = torch.arange(len(values), device=values.device) < most
-            least = torch.finfo(values.dtype).min
-            output.next_token_top_logprobs_val[row] = torch.where(
-                inside, (values - own).clamp(max=0).masked_fill(most == 1, 0.0), least
-            )
+            output.next_token_top_logprobs_val[row] = _within(values, inside, own, most)
+        if wanted := given[row]:
+            assert bits is not None
+            tokens = _index(wanted, bits)
+            inside = (bits[place].index_select(0, tokens >> 3) >> (tokens & 7)) & 1 == 1
+            values = output.next_token_token_ids_logprobs_val[row]
+            output.next_token_token_ids_logprobs_val[row] = _within(values, inside, own, most)
+
+
+def _within(
+    values: torch.Tensor, inside: torch.Tensor, total: torch.Tensor, count: torch.Tensor
+) -> torch.Tensor:
+    """Return logprobs of a limited distribution; that of a token that is not inside is the least.
+
+    Args:
+        values: their logprobs before the limits.
+        total, count: of the distribution, see ``Limited``.
+    """
+    least = torch.finfo(values.dtype).min
+    return torch.where(inside, (values - total).clamp(max=0).masked_fill(count == 1, 0.0), least)
 
 
 def collect(batch: Any, result: Any, adapter: Any) -> None:
