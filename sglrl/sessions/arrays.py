@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..inference.completion import Completion
 from ..inference.sampling_mask import SamplingMask
 
+_INT32: Final = np.dtype("<i4")
 _KINDS: Final = {"i": "iu", "b": "biu", "f": "fiu"}
 
 
@@ -77,7 +78,7 @@ def checked_mask(
         ids, offsets = mask
     except (TypeError, ValueError):
         raise UsageError(f"sampling_mask must be a SamplingMask, not {mask!r:.100}") from None
-    ids = read_only("sampling_mask.ids", ids, np.dtype("<i4"))
+    ids = read_only("sampling_mask.ids", ids, _INT32)
     offsets = read_only("sampling_mask.offsets", offsets, np.dtype("<i8"))
     checked = SamplingMask(ids, offsets)
     if not is_consistent(checked, len(response)):
@@ -94,6 +95,43 @@ def checked_mask(
     if (~inside[lengths > 0]).any():
         raise UsageError("sampling_mask lacks a sampled token in its own set")
     return checked
+
+
+def joined_loras(
+    size: int, starts: Sequence[int], turns: Sequence[Completion]
+) -> NDArray[np.int32] | None:
+    """Return ``Trajectory.lora_versions`` of a response of ``size`` tokens.
+
+    Args:
+        starts: for each turn, the position at which its tokens begin.
+    """
+    if all(turn.lora is None for turn in turns):
+        return None
+    versions = np.full(size, -1, _INT32)
+    for start, turn in zip(starts, turns, strict=True):
+        for span in turn.lora_versions:
+            versions[start + span.start : start + span.stop] = span.version
+    versions.flags.writeable = False
+    return versions
+
+
+def checked_loras(values: Any, sampled: NDArray[np.bool_]) -> NDArray[np.int32] | None:
+    """Return ``Trajectory.lora_versions`` as a read-only array, or None.
+
+    Raises:
+        UsageError: the values are not those of the response.
+    """
+    if values is None:
+        return None
+    versions = read_only("lora_versions", values, _INT32)
+    if len(versions) != len(sampled):
+        raise UsageError(
+            f"lora_versions has {len(versions)} positions, response_ids {len(sampled)}; they must "
+            "agree"
+        )
+    if (versions < -1).any() or (versions[~sampled] != -1).any():
+        raise UsageError("lora_versions must be >= -1, and -1 where loss_mask is False")
+    return versions
 
 
 def is_consistent(mask: SamplingMask, size: int) -> bool:

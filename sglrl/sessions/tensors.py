@@ -26,6 +26,7 @@ _PADDING: Final[dict[str, float]] = {
     "turn_ids": -1,
     "rewards": 0.0,
     "mask_lengths": 0,
+    "lora_versions": -1,
 }
 
 
@@ -49,6 +50,8 @@ class TrajectoryArrays(Protocol):
     def finish_reason(self) -> str: ...
     @property
     def sampling_mask(self) -> SamplingMask | None: ...
+    @property
+    def lora_versions(self) -> NDArray[np.int32] | None: ...
 
 
 def stack(
@@ -82,12 +85,14 @@ def stack(
                                      without tokens: at the token before it)
     mask_lengths     int64   0       number of tokens that could be drawn at this position; 0 if
                                      it was not sampled, or its sampling mask is not known
+    lora_versions    int64   -1      adapter's version of a token sampled with one, otherwise -1
     ================ ======= ======= ============================================================
 
     ``mask_lengths`` is there if a trajectory has a ``sampling_mask``. So is ``mask_ids``, int64
     [n, m]: the tokens of all positions of the row, one position after the other. In the padded
     layout, m is that of the row with most, and the padding on the right is -1. In the jagged layout
-    it is a nested tensor. ``sglrl.rl.apply_sampling_mask`` takes both.
+    it is a nested tensor. ``sglrl.rl.apply_sampling_mask`` takes both. ``lora_versions`` is there
+    if a trajectory has them.
 
     Keys per row have the shape [n]:
 
@@ -134,7 +139,11 @@ def stack(
     flat = _flat(batch, lengths)
     masked = any(t.sampling_mask is not None for t in batch)
     if masked:
-        flat["mask_lengths"] = _mask_lengths(batch, lengths)
+        masks = [None if t.sampling_mask is None else t.sampling_mask.lengths for t in batch]
+        flat["mask_lengths"] = _flat_optional(masks, lengths, 0)
+    loras = [trajectory.lora_versions for trajectory in batch]
+    if any(versions is not None for versions in loras):
+        flat["lora_versions"] = _flat_optional(loras, lengths, -1)
     values: dict[str, Any]
     if layout == "padded":
         width = _width(int(lengths.max()), pad_to, pad_to_multiple_of)
@@ -221,15 +230,19 @@ def _flat(batch: Sequence[TrajectoryArrays], lengths: NDArray[np.int64]) -> dict
     return flat
 
 
-def _mask_lengths(
-    batch: Sequence[TrajectoryArrays], lengths: NDArray[np.int64]
+def _flat_optional(
+    arrays: Sequence[NDArray[np.int32] | None], lengths: NDArray[np.int64], missing: int
 ) -> NDArray[np.int64]:
-    """Return the number of drawable tokens at each position of all trajectories."""
-    found = np.zeros(int(lengths.sum()), np.int64)
-    for trajectory, end in zip(batch, lengths.cumsum().tolist(), strict=True):
-        mask = trajectory.sampling_mask
-        if mask is not None:
-            found[end - len(trajectory.response_ids) : end] = mask.lengths
+    """Return one array of values for each token of all trajectories.
+
+    Args:
+        arrays: int32 [r] of each trajectory, over its response, or None.
+        missing: the value of all other tokens.
+    """
+    found = np.full(int(lengths.sum()), missing, np.int64)
+    for values, end in zip(arrays, lengths.cumsum().tolist(), strict=True):
+        if values is not None:
+            found[end - len(values) : end] = values
     return found
 
 

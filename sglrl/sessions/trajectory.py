@@ -18,10 +18,17 @@ from ..errors import ProtocolError, UsageError
 from ..inference.completion import Completion, Decode
 from ..inference.display import html, preview
 from ..inference.sampling_mask import SamplingMask, mask_from
-from .arrays import checked_mask, is_consistent, joined_masks, read_only
+from .arrays import (
+    checked_loras,
+    checked_mask,
+    is_consistent,
+    joined_loras,
+    joined_masks,
+    read_only,
+)
 from .rewards import Reward, number
 from .tensors import Layout, stack
-from .turn import TrajectoryTiming, Turn, checked_turn
+from .turn import TrajectoryTiming, Turn, checked_turns
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -60,13 +67,14 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
     branches: tuple[Record, ...] = ()
     mask_ids: bytes = b""
     mask_lengths: bytes | None = None
+    lora_versions: bytes | None = None
 
 
 def record_of(trajectory: Trajectory) -> Record:
     """Return the record of a trajectory, for encoding. Its arrays are views, not copies."""
     arrays: list[Any] = [getattr(trajectory, name).data for name in _DTYPES]
     prompt, response, mask, logprobs, versions = arrays
-    allowed = trajectory.sampling_mask
+    allowed, loras = trajectory.sampling_mask, trajectory.lora_versions
     return Record(
         prompt,
         response,
@@ -80,6 +88,7 @@ def record_of(trajectory: Trajectory) -> Record:
         tuple(map(record_of, trajectory.branches)),
         b"" if allowed is None else allowed.ids.tobytes(),
         None if allowed is None else allowed.lengths.tobytes(),
+        None if loras is None else loras.tobytes(),
     )
 
 
@@ -109,6 +118,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         sampling_mask: the tokens that could be drawn at each position of the response, or None. The
             set is empty where ``loss_mask`` is False, and in turns without
             ``return_sampling_mask``.
+        lora_versions: int32 [r], the version of the adapter that sampled the token, or None if no
+            turn had an adapter. -1 where ``loss_mask`` is False, and in turns without an adapter.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -122,6 +133,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
     messages: list[dict[str, Any]] | None = None
     branches: tuple[Trajectory, ...] = ()
     sampling_mask: SamplingMask | None = None
+    lora_versions: NDArray[np.int32] | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
@@ -138,16 +150,15 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         for name in ("prompt_ids", "response_ids"):
             if (getattr(self, name) < 0).any():
                 raise UsageError(f"{name} holds a negative token id")
-        turns = tuple(checked_turn(index, turn) for index, turn in enumerate(self.turns))
-        force_setattr(self, "turns", turns)
-        self._check_turns(size)
         sampled = self.loss_mask
+        force_setattr(self, "turns", checked_turns(self.turns, sampled))
         if (self.versions[sampled] < 0).any() or (self.versions[~sampled] != -1).any():
             raise UsageError("versions must be >= 0 where loss_mask is True, -1 where it is False")
         if (self.logprobs[~sampled] != 0).any():
             raise UsageError("logprobs must be 0 where loss_mask is False")
         allowed = checked_mask(self.sampling_mask, self.response_ids, sampled)
         force_setattr(self, "sampling_mask", allowed)
+        force_setattr(self, "lora_versions", checked_loras(self.lora_versions, sampled))
         try:
             timing = TrajectoryTiming(*self.timing)
         except TypeError as error:
@@ -164,22 +175,6 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             raise UsageError("branches must be trajectories")
         if any(branch.branches for branch in self.branches):
             raise UsageError("a branch has no branches of its own")
-
-    def _check_turns(self, size: int) -> None:
-        outside = self.loss_mask.copy()
-        at = 0
-        for index, turn in enumerate(self.turns):
-            if not at <= turn.start <= turn.stop <= size:
-                raise UsageError(
-                    f"turns[{index}] is {turn.start} to {turn.stop}, which is not within "
-                    f"{at} to {size}: turns are in order, do not overlap and end in the response"
-                )
-            at = turn.stop
-            outside[turn.start : turn.stop] = False
-        if outside.any():
-            raise UsageError(
-                f"loss_mask is True at {int(outside.argmax())}, which is in none of the turns"
-            )
 
     @classmethod
     def from_turns(
@@ -268,6 +263,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             messages,
             oldest,
             joined_masks(size, starts, turns),
+            joined_loras(size, starts, turns),
         )
 
     @classmethod
@@ -286,11 +282,13 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         sizes = (4 * len(record.loss_mask), len(record.logprobs), len(record.versions))
         lengths = record.mask_lengths
         allowed = None if lengths is None else mask_from(record.mask_ids, lengths)
+        loras = record.lora_versions
         if (
             not record.prompt_ids
             or len(record.prompt_ids) % 4
             or sizes != (size, size, size)
             or (allowed is not None and not is_consistent(allowed, size // 4))
+            or (loras is not None and len(loras) != size)
         ):
             raise ProtocolError("a trajectory whose arrays do not belong together")
         return cls._unchecked(
@@ -305,6 +303,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             record.messages,
             oldest,
             allowed,
+            None if loras is None else np.frombuffer(loras, _INT32),
         ).with_branches([cls.from_record(branch) for branch in record.branches])
 
     @classmethod
@@ -321,6 +320,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         messages: list[dict[str, Any]] | None,
         oldest: int | None,
         allowed: SamplingMask | None,
+        loras: NDArray[np.int32] | None,
     ) -> Trajectory:
         # Copying a blank instance avoids the checks of the constructor.
         self = copy(_BLANK)
@@ -334,6 +334,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         force_setattr(self, "metadata", metadata)
         force_setattr(self, "messages", messages)
         force_setattr(self, "sampling_mask", allowed)
+        force_setattr(self, "lora_versions", loras)
         if oldest is not None:
             self.__dict__["oldest_version"] = oldest
         return self

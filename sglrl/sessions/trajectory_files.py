@@ -114,6 +114,7 @@ def to_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -
     ``save`` and ``load`` are smaller and faster. An object has the fields of ``Trajectory``, and
     ``reward``, ``finish_reason``, ``oldest_version`` and ``text`` (null without a tokenizer). A NaN
     in ``logprobs`` is null. ``sampling_mask`` is null, or a list of token ids for each position.
+    ``lora_versions`` is null without an adapter.
 
     Raises:
         UsageError: an item is not a ``Trajectory``, or its metadata cannot be encoded.
@@ -138,7 +139,7 @@ def _fields(trajectory: Trajectory) -> dict[str, Any]:
     text = None
     with contextlib.suppress(UsageError):
         text = trajectory.text
-    mask = trajectory.sampling_mask
+    mask, loras = trajectory.sampling_mask, trajectory.lora_versions
     return {
         "text": text,
         "messages": trajectory.messages,
@@ -147,6 +148,7 @@ def _fields(trajectory: Trajectory) -> dict[str, Any]:
         "oldest_version": trajectory.oldest_version,
         **{name: getattr(trajectory, name).tolist() for name in _ARRAYS},
         "sampling_mask": None if mask is None else [ids.tolist() for ids in mask.sets()],
+        "lora_versions": None if loras is None else loras.tolist(),
         "turns": [_turn_fields(turn) for turn in trajectory.turns],
         "timing": trajectory.timing._asdict(),
         "metadata": trajectory.metadata,
@@ -214,5 +216,8 @@ def _trajectory(record: Record) -> Trajectory:
         branches=tuple(map(_trajectory, record.branches)),
         sampling_mask=(
             None if record.mask_lengths is None else mask_from(record.mask_ids, record.mask_lengths)
+        ),
+        lora_versions=(
+            None if record.lora_versions is None else np.frombuffer(record.lora_versions, "<i4")
         ),
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from ..errors import UsageError
 from .rewards import Reward, number
@@ -57,7 +59,35 @@ class TrajectoryTiming(NamedTuple):
     generating: float = 0.0
 
 
-def checked_turn(index: int, turn: Any) -> Turn:
+def checked_turns(given: Sequence[Any], sampled: NDArray[np.bool_]) -> tuple[Turn, ...]:
+    """Return the turns of a response with their numbers as Python numbers.
+
+    Args:
+        sampled: bool [r], True where the policy sampled the token.
+
+    Raises:
+        UsageError: a field has a wrong type, the turns are not in order, or a sampled token is in
+            none of them.
+    """
+    turns = tuple(_checked_turn(index, turn) for index, turn in enumerate(given))
+    outside = sampled.copy()
+    at = 0
+    for index, turn in enumerate(turns):
+        if not at <= turn.start <= turn.stop <= len(sampled):
+            raise UsageError(
+                f"turns[{index}] is {turn.start} to {turn.stop}, which is not within {at} to "
+                f"{len(sampled)}: turns are in order, do not overlap and end in the response"
+            )
+        at = turn.stop
+        outside[turn.start : turn.stop] = False
+    if outside.any():
+        raise UsageError(
+            f"loss_mask is True at {int(outside.argmax())}, which is in none of the turns"
+        )
+    return turns
+
+
+def _checked_turn(index: int, turn: Any) -> Turn:
     """Return the turn with its numbers as Python numbers.
 
     Raises:

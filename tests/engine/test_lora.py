@@ -17,6 +17,7 @@ import torch
 import sglrl
 from sglrl.errors import EngineError
 from sglrl.integrations.genlm import AsyncSGLTransformer
+from sglrl.rollouts import stack
 
 from .adapters import ALL, PROMPT, PeftAdapter, check, check_history, logprobs, make_adapter
 from .policies import TOLERANCE, Policies, collect, until_running
@@ -168,6 +169,28 @@ async def test_replacement_while_requests_run(lab: Lab, inflight: str) -> None:
     check(await lab.one("a"), lab.other.model)
     info = lab.client.loras["a"]
     assert (info.version, info.rank, info.scaling) == (begun + 1, 2, 2.5)
+
+
+async def test_versions_in_trajectories(lab: Lab) -> None:
+    """The adapter of its version in the batch gives each token the logprob that it has there."""
+    begun = lab.client.loras["a"].version
+    async with lab.client.session(input_ids=PROMPT, lora="a", ignore_eos=True) as session:
+        await session.generate(max_new_tokens=8)
+        session.observe([9, 8, 7])
+        await lab.client.update_weights(lab.other.folder, lora="a")
+        await session.generate(max_new_tokens=8)
+        trajectory = session.trajectory()
+    async with lab.client.session(input_ids=PROMPT) as plain:
+        await plain.generate(max_new_tokens=3)
+        batch = stack([trajectory, plain.trajectory()])
+    versions = [*[begun] * 8, -1, -1, -1, *[begun + 1] * 8]
+    assert trajectory.lora_versions.tolist() == versions
+    assert batch["lora_versions"][0].tolist() == [*[-1] * len(PROMPT), *versions]
+    assert (batch["lora_versions"][1] == -1).all()
+    for version, model in ((begun, lab.a.model), (begun + 1, lab.other.model)):
+        expected = logprobs(model, PROMPT, trajectory.response_ids.tolist())
+        at = trajectory.lora_versions == version
+        np.testing.assert_allclose(trajectory.logprobs[at], expected[at], atol=TOLERANCE, rtol=0)
 
 
 async def test_replacement_that_aborts(lab: Lab) -> None:

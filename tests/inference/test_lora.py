@@ -92,6 +92,8 @@ async def test_a_rollout_with_an_adapter(client: sglrl.Client) -> None:
         groups = [group async for group in run]
     assert len(groups) == 2
     assert seen == [("a", 0)] * 8
+    for trajectory in [one for group in groups for one in group.trajectories]:
+        assert trajectory.lora_versions.tolist() == [0, 0, 0, -1, -1, 0, 0, 0]
     await client.unload_lora("a")
 
 
