@@ -136,22 +136,38 @@ class Endpoints:
 
     async def models(self, request: Request) -> Response:
         self._access.session_of(request)
-        return json_response(
-            {"object": "list", "data": [self._card(name) for name in self.settings.names]}
-        )
+        base = self.settings.names[0]
+        cards = [self._card(name) for name in self.settings.names]
+        cards += [self._card(base, name) for name in await self.client._adapters.all()]
+        return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
         self._access.session_of(request)
-        return json_response(self._card(self._known(request.path_params["model"])))
+        base, adapter = split_model(request.path_params["model"], self.settings.names)
+        self._check_model(base)
+        if adapter:
+            loaded = await self.client._adapters.all()
+            if adapter not in loaded:
+                known = ", ".join(map(repr, loaded)) or "none"
+                what = f"no adapter {adapter!r} is loaded (loaded: {known})"
+                raise HttpError(404, what, code="model_not_found")
+        return json_response(self._card(base, adapter))
 
-    def _card(self, name: str) -> dict[str, Any]:
-        found = {"id": name, "object": "model", "created": 0, "owned_by": "sglrl", "root": name}
-        return {**found, "max_model_len": self.client.info.context_length}
+    def _card(self, base: str, adapter: str = "") -> dict[str, Any]:
+        return {
+            "id": f"{base}:{adapter}" if adapter else base,
+            "object": "model",
+            "created": 0,
+            "owned_by": "sglrl",
+            "root": adapter or base,
+            "parent": base if adapter else None,
+            "max_model_len": self.client.info.context_length,
+        }
 
-    def _known(self, model: str) -> str:
-        """Return the name of a model. Raise ``HttpError`` if it is none."""
+    def _check_model(self, model: str) -> None:
+        """Raise ``HttpError`` if it is not a name of the model."""
         if model in self.settings.names:
-            return model
+            return
         known = ", ".join(self.settings.names)
         what = f"there is no model {model!r}" if model else "the field 'model' is missing"
         raise HttpError(404, f"{what}; there is: {known}", code="model_not_found")
@@ -207,10 +223,11 @@ class Endpoints:
         Raises:
             HttpError, InvalidRequest: the model cannot do it.
         """
+        model, adapter = split_model(parsed.model or "", self.settings.names)
         if session is None and parsed.model is not None:
-            self._known(parsed.model)
+            self._check_model(model)
         store = None if session is None else session.store
-        wanted = [continued(one, store) for one in parsed.turns()]
+        wanted = [_with_adapter(continued(one, store), adapter) for one in parsed.turns()]
         if any(one.tools for one in wanted) and not self.shows_tools:
             raise InvalidRequest("the chat template of this model shows no tools: omit tools")
         return wanted
@@ -249,11 +266,39 @@ class Endpoints:
         return answer
 
 
+def split_model(model: str, names: Sequence[str]) -> tuple[str, str]:
+    """Return the name of the model and that of the adapter in "model:adapter", as SGLang does.
+
+    Args:
+        names: of the model. They may have colons.
+
+    Returns:
+        "" in place of an adapter if there is none, or if none of the names is before a colon.
+    """
+    bases = [name for name in names if model.startswith(name + ":")]
+    if model in names or not bases:
+        return model, ""
+    base = max(bases, key=len)
+    return base, model.removeprefix(base + ":").strip()
+
+
+def _with_adapter(request: TurnRequest, adapter: str) -> TurnRequest:
+    if not adapter:
+        return request
+    if request.lora not in ("", adapter):
+        raise InvalidRequest(
+            f"model selects the adapter {adapter!r}, and lora_path {request.lora!r}: omit one"
+        )
+    return msgspec.structs.replace(request, lora=adapter)
+
+
 def _row_of(trajectory: Trajectory) -> dict[str, Any]:
     """Return a trajectory as JSON. The arrays are those of ``Trajectory``."""
     arrays = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions")
+    loras = trajectory.lora_versions
     return {
         **{name: getattr(trajectory, name).tolist() for name in arrays},
+        "lora_versions": None if loras is None else loras.tolist(),
         "turns": msgspec.to_builtins(trajectory.turns),
         "reward": trajectory.reward,
         "named_rewards": trajectory.named_rewards,

@@ -110,6 +110,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     reasoning_effort: str | None = None
     verbosity: str | None = None
     return_tokens_as_token_ids: bool | None = None
+    lora_path: str | None = None
 
     def turns(self) -> list[TurnRequest]:
         if self.top_logprobs and not self.logprobs:
@@ -137,6 +138,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
                 self.reasoning_effort, self.verbosity, self.chat_template_kwargs
             ),
             priority=self.priority or 0,
+            lora=self.lora_path or "",
         )
         return [made]
 

@@ -72,6 +72,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     structured_outputs: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    lora_path: str | None = None
 
     def turns(self) -> list[TurnRequest]:
         _, prompts = prompts_of("prompt", self.prompt)
@@ -101,6 +102,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
                 top_logprobs=self.logprobs or 0,
                 prompt_logprobs=scored,
                 priority=self.priority or 0,
+                lora=self.lora_path or "",
             )
             for prompt in prompts
         ]

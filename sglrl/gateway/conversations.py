@@ -179,7 +179,7 @@ class Conversations:
             spec, after, seen, digest = sibling(base, request), ROOT, None, None
         else:
             seen = check_conversation(request.messages)
-            digest = Digest(seen, template_of(request))
+            digest = Digest(seen, {**template_of(request), "lora": request.lora or base.lora})
             # At least the last message comes after the turn.
             known = reversed(digest.beginnings[:-1])
             ends = (self._ends[one] for one in known if one in self._ends)
@@ -235,7 +235,7 @@ class Digest:
     or null.
 
     Args:
-        template: what decides how the conversation is rendered.
+        template: what decides how the conversation is rendered, and the adapter.
     """
 
     def __init__(self, messages: Sequence[Message], template: Mapping[str, Any]) -> None:
@@ -284,13 +284,13 @@ def template_of(request: TurnRequest) -> dict[str, Any]:
 
 def sibling(spec: SessionSpec, request: TurnRequest) -> SessionSpec:
     """Return the spec of the conversation that a request begins, with the settings of ``spec``."""
-    priority = request.priority or None
+    own: dict[str, Any] = {"priority": request.priority or None, "lora": request.lora or None}
     given = request.prompt
     if request.messages is not None:
-        made = spec.sibling(messages=request.messages, priority=priority, **template_of(request))
+        made = spec.sibling(messages=request.messages, **own, **template_of(request))
         return made if given is None or isinstance(given, str) else made.with_ids(given)
     prompt: dict[str, Any] = {"prompt" if isinstance(given, str) else "input_ids": given}
-    return spec.sibling(priority=priority, **prompt)
+    return spec.sibling(**own, **prompt)
 
 
 def options_of(

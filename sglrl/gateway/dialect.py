@@ -62,6 +62,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
         priority: as in ``Client.generate``.
         stored: how the conversation is stored. There is one choice then.
         rid: by which clients may abort it.
+        lora: name of an adapter; "": that of the session, if any.
     """
 
     messages: Sequence[Message] | None = None
@@ -77,6 +78,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0
     stored: Stored = Stored()
     rid: str = ""
+    lora: str = ""
 
 
 class Answer(Protocol):

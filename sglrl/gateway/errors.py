@@ -11,6 +11,7 @@ from ..errors import (
     EngineError,
     MessageTooLarge,
     Overloaded,
+    UnknownAdapter,
     UsageError,
     WeightUpdateError,
     WorkerLost,
@@ -22,6 +23,7 @@ RETRY_SECONDS = 1
 """After status 429."""
 _STATUS: Sequence[tuple[type[Exception], int, str]] = (
     (MessageTooLarge, 413, "invalid_request_error"),
+    (UnknownAdapter, 404, "invalid_request_error"),
     (UsageError, 400, "invalid_request_error"),
     (Overloaded, 429, "rate_limit_error"),
     (DeadlineExceeded, 504, "server_error"),
@@ -62,8 +64,10 @@ def error_of(error: Exception) -> HttpError:
         if isinstance(error, type_):
             full = str(error).startswith("the context is full")
             code = "context_length_exceeded" if full else None
+            if isinstance(error, UnknownAdapter):
+                code = "model_not_found"
             # The end of some messages names methods of Python.
-            message = str(error).partition("; see Session.")[0]
+            message = str(error).partition("; see Session.")[0].partition("; use load_lora")[0]
             if full:
                 # Clients of SGLang look for these words.
                 message += ". The prompt is longer than the model's context length"

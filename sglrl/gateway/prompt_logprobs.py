@@ -63,7 +63,8 @@ async def score_prompts(
         ids = completion.prompt_ids
         if one is None or one.start >= len(ids):
             return []
-        found = await client.score(ids, start=one.start, top_logprobs=one.top)
+        how: dict[str, Any] = {"start": one.start, "lora": completion.lora}
+        found = await client.score(ids, top_logprobs=one.top, **how)
         logprobs: list[float | None] = list(
             (found.logprobs if isinstance(found, Scores) else found).tolist()
         )

@@ -44,7 +44,6 @@ _IGNORED: Final = (
 """Fields that do not change the answer."""
 _NOTHING: Final[dict[str, Any]] = {
     "disagg_prefill_dp_rank": (None, -1),
-    "lora_path": (None, "", []),
     "routed_experts_start_len": (None, 0),
 }
 """Values of fields that are not supported which ask for nothing. Of others: false, or empty."""
@@ -89,6 +88,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_prompt_token_ids: bool | None = None
     stream: bool | None = None
     priority: int | None = None
+    lora_path: str | list[str | None] | None = None
 
     @property
     def model(self) -> None:
@@ -106,6 +106,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         wants = _each("return_logprob", self.return_logprob, False, count)
         starts = _each("logprob_start_len", self.logprob_start_len, -1, count)
         top = _each("top_logprobs_num", self.top_logprobs_num, 0, count)
+        adapters = _each("lora_path", self.lora_path or None, None, count)
         turns = []
         for at, prompt in enumerate(prompts):
             scored = None
@@ -126,6 +127,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
                     prompt_logprobs=scored,
                     priority=self.priority or 0,
                     rid=rids[at],
+                    lora=adapters[at] or "",
                 )
             )
         return turns

@@ -77,7 +77,15 @@ class AdapterPort(Protocol):
 
     @property
     def loaded(self) -> Mapping[str, LoraInfo]:
-        """The loaded adapters by name."""
+        """The loaded adapters by name.
+
+        Raises:
+            UsageError: another process has launched the pool.
+        """
+        ...
+
+    async def all(self) -> dict[str, LoraInfo]:
+        """Return the loaded adapters by name. A client in another process asks the pool."""
         ...
 
     async def start(self, driver: Driver, info: EngineInfo) -> None:
@@ -163,6 +171,9 @@ class PoolAdapters(DriverListener):
     @property
     def loaded(self) -> Mapping[str, LoraInfo]:
         return {name: one.info for name, one in self._loaded.items()}
+
+    async def all(self) -> dict[str, LoraInfo]:
+        return dict(self.loaded)
 
     async def start(self, driver: Driver, info: EngineInfo) -> None:
         self._driver, self._info = driver, info

@@ -15,7 +15,11 @@ class LoraMethods(ClientBase):
 
     @property
     def loras(self) -> dict[str, LoraInfo]:
-        """The loaded adapters by name."""
+        """The loaded adapters by name.
+
+        Raises:
+            UsageError: another process has launched the pool.
+        """
         return dict(self._adapters.loaded)
 
     async def load_lora(

@@ -65,7 +65,16 @@ class _RemoteSleeping:
 class _RemoteAdapters:
     """Adapters of the owning pool. It checks the names of adapters in calls."""
 
-    loaded: Mapping[str, LoraInfo] = {}
+    def __init__(self, pool: RemotePool) -> None:
+        self._pool = pool
+
+    @property
+    def loaded(self) -> Mapping[str, LoraInfo]:
+        raise not_here("adapters are listed")
+
+    async def all(self) -> dict[str, LoraInfo]:
+        found: dict[str, LoraInfo] = await self._pool.ask("loras")
+        return found
 
     async def start(self, driver: Driver, info: EngineInfo) -> None: ...
 
@@ -256,6 +265,6 @@ def client_of(
         sender=_RemoteSender(pool, keys, insecure),
         pausing=_RemotePausing(pool),
         sleeping=_RemoteSleeping(pool),
-        adapters=_RemoteAdapters(),
+        adapters=_RemoteAdapters(pool),
         serve=lambda client: _PoolAddress(address, pool),
     )

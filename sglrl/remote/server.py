@@ -20,6 +20,7 @@ from ..core.driver_listener import DriverListener
 from ..driver.driver import now
 from ..driver.pool import Pool
 from ..errors import ProtocolError, SglrlError
+from ..inference.adapters import LoraInfo
 from ..inference.client import Client
 from ..inference.engine_controls import ENDPOINTS
 from ..weights.port import WeightsPort
@@ -89,6 +90,10 @@ class PoolEndpoints(Actor):
     @endpoint
     async def full(self, seconds: float | None) -> None:
         await self._client.wait_until_full(seconds)
+
+    @endpoint
+    async def loras(self) -> dict[str, LoraInfo]:
+        return self._client.loras
 
     @endpoint
     async def describe(self, seconds: float | None) -> ModelDescription:

@@ -159,6 +159,7 @@ class SessionSpec:
         tools: Sequence[Any] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
         priority: int | None = None,
+        lora: str | None = None,
         **prompt: Any,
     ) -> SessionSpec:
         """Return the spec of another conversation with the same settings.
@@ -166,7 +167,7 @@ class SessionSpec:
         Args:
             tools: those of this spec are not used.
             chat_template_kwargs: they override those of this spec.
-            priority: None: that of this spec.
+            priority, lora: None: that of this spec.
             **prompt: ``prompt``, ``messages`` or ``input_ids``.
         """
         if "messages" in prompt:
@@ -179,7 +180,7 @@ class SessionSpec:
             self.client,
             timeout=self.timeout,
             priority=self.priority if priority is None else priority,
-            lora=self.lora or None,
+            lora=lora or self.lora or None,
             sampling=self.sampling,
             **self.values,
             **prompt,

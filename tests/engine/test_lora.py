@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -16,6 +17,7 @@ import torch
 
 import sglrl
 from sglrl.errors import EngineError
+from sglrl.gateway.serving import serve
 from sglrl.integrations.genlm import AsyncSGLTransformer
 from sglrl.rollouts import stack
 
@@ -191,6 +193,39 @@ async def test_versions_in_trajectories(lab: Lab) -> None:
         expected = logprobs(model, PROMPT, trajectory.response_ids.tolist())
         at = trajectory.lora_versions == version
         np.testing.assert_allclose(trajectory.logprobs[at], expected[at], atol=TOLERANCE, rtol=0)
+
+
+async def test_requests_over_http(lab: Lab) -> None:
+    """A batch with several adapters, and "model:adapter", also for the logprobs of the prompt."""
+    models = [lab.a.model, lab.base.model, lab.b.model]
+    batch = {
+        "input_ids": [PROMPT] * 3,
+        "lora_path": ["a", None, "b"],
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "sampling_params": {"max_new_tokens": 6, "ignore_eos": True},
+    }
+    text = {"model": "tiny:b", "prompt": PROMPT, "max_tokens": 6, "logprobs": 0, "ignore_eos": True}
+    async with (
+        serve(lab.client, name="tiny") as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=60) as http,
+    ):
+        made, answer = await asyncio.gather(
+            http.post("/generate", json=batch),
+            http.post("/v1/completions", json={**text, "return_token_ids": True}),
+        )
+    for model, one in zip(models, made.json(), strict=True):
+        meta = one["meta_info"]
+        for rows, prompt in (
+            (meta["input_token_logprobs"][1:], PROMPT[:1]),
+            (meta["output_token_logprobs"], PROMPT),
+        ):
+            found, ids, _ = zip(*rows, strict=True)
+            np.testing.assert_allclose(found, logprobs(model, prompt, ids), atol=TOLERANCE, rtol=0)
+    (choice,) = answer.json()["choices"]
+    expected = logprobs(lab.b.model, PROMPT, choice["token_ids"])
+    found = choice["logprobs"]["token_logprobs"]
+    np.testing.assert_allclose(found, expected, atol=TOLERANCE, rtol=0)
 
 
 async def test_replacement_that_aborts(lab: Lab) -> None:

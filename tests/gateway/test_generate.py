@@ -97,7 +97,7 @@ def test_values_of_a_batch() -> None:
         ),
         ({"return_logprob": True, "logprob_start_len": -2}, "must be at least -1, got -2"),
         ({"top_logprobs_num": 2}, "top_logprobs_num needs return_logprob=true"),
-        ({"lora_path": "x"}, "the field 'lora_path' is not supported"),
+        ({"lora_path": ["x", "y"]}, "there are 1 prompts and 2 values of lora_path"),
         ({"image_data": ["x"]}, "the field 'image_data' is not supported"),
         ({"input_embeds": [[0.5]]}, "'input_embeds' is not supported; use text or input_ids"),
         ({"return_hidden_states": True}, "the field 'return_hidden_states' is not supported"),

@@ -1,0 +1,180 @@
+"""HTTP requests select LoRA adapters, with the fake engine."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+from inference.test_lora import CONFIG, tensors
+
+import sglrl
+from sglrl.gateway.app import split_model
+from sglrl.gateway.serving import Gateway, serve
+
+from .made import client_of
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+HI = [{"role": "user", "content": "Hi"}]
+CHAT: dict[str, Any] = {"messages": HI, "max_tokens": 3}
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def pool() -> AsyncIterator[sglrl.Client]:
+    async with sglrl.launch(
+        "tiny", engine="fake", max_lora_rank=4, lora_target_modules=["q_proj"]
+    ) as client:
+        await client.load_lora("a", tensors(), config=CONFIG)
+        await client.load_lora("b:c", tensors(), config=CONFIG)
+        yield client
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway(pool: sglrl.Client) -> AsyncIterator[Gateway]:
+    async with serve(pool, name=("tiny", "org:tiny")) as gateway:
+        yield gateway
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
+        yield http
+
+
+@pytest.mark.parametrize(
+    ("model", "expected"),
+    [
+        ("tiny", ("tiny", "")),
+        ("tiny:a", ("tiny", "a")),
+        ("tiny:a:b", ("tiny", "a:b")),
+        ("tiny: a ", ("tiny", "a")),
+        ("tiny:", ("tiny", "")),
+        ("org:tiny", ("org:tiny", "")),
+        ("org:tiny:a", ("org:tiny", "a")),
+        ("org", ("org", "")),
+        ("gpt:a", ("gpt:a", "")),
+        ("", ("", "")),
+    ],
+)
+async def test_names(model: str, expected: tuple[str, str]) -> None:
+    assert split_model(model, ("tiny", "org:tiny")) == expected
+
+
+async def test_models(pool: sglrl.Client, gateway: Gateway, http: httpx.AsyncClient) -> None:
+    cards = (await http.get("/v1/models")).json()["data"]
+    assert [(card["id"], card["root"], card["parent"]) for card in cards] == [
+        ("tiny", "tiny", None),
+        ("org:tiny", "org:tiny", None),
+        ("tiny:a", "a", "tiny"),
+        ("tiny:b:c", "b:c", "tiny"),
+    ]
+    card = (await http.get("/v1/models/org:tiny:a")).json()
+    assert (card["id"], card["root"], card["parent"]) == ("org:tiny:a", "a", "org:tiny")
+    async with client_of(gateway) as client:
+        listed = await client.models.list()
+    assert [model.id for model in listed.data] == [card["id"] for card in cards]
+    await pool.load_lora("later", tensors(), config=CONFIG)
+    assert (await http.get("/v1/models/tiny:later")).status_code == 200
+    await pool.unload_lora("later")
+    for name in ("tiny:later", "gpt:a", "a"):
+        assert (await http.get(f"/v1/models/{name}")).status_code == 404
+
+
+ENDPOINTS: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/chat/completions", {"model": "tiny:x", **CHAT}),
+    ("/v1/chat/completions", {"model": "tiny:x", **CHAT, "stream": True}),
+    ("/v1/chat/completions", {"model": "tiny", "lora_path": "x", **CHAT}),
+    ("/v1/completions", {"model": "tiny:x", "prompt": [1, 2]}),
+    ("/v1/completions", {"model": "tiny", "prompt": [1, 2], "lora_path": "x"}),
+    ("/v1/responses", {"model": "tiny:x", "input": "Hi"}),
+    ("/v1/messages", {"model": "tiny:x", "max_tokens": 3, "messages": HI}),
+    ("/inference/v1/generate", {"model": "tiny:x", "token_ids": [1, 2], "sampling_params": {}}),
+    ("/generate", {"input_ids": [[1, 2], [3]], "lora_path": ["a", "x"]}),
+    ("/generate", {"input_ids": [1, 2], "lora_path": "x", "stream": True}),
+]
+
+
+@pytest.mark.parametrize(("path", "body"), ENDPOINTS)
+async def test_unknown_adapters(http: httpx.AsyncClient, path: str, body: dict[str, Any]) -> None:
+    answer = await http.post(path, json=body)
+    assert answer.status_code == 404, answer.text
+    says = answer.json()["error"]["message"]
+    assert says == "no adapter 'x' is loaded (loaded: 'a', 'b:c')"
+    replaced: dict[Any, Any] = {"tiny:x": "tiny:a", "x": "a"}
+    known = {name: replaced.get(str(value), value) for name, value in body.items()}
+    if isinstance(body.get("lora_path"), list):
+        known["lora_path"] = ["a", None]
+    assert (await http.post(path, json=known)).status_code == 200
+
+
+async def test_wrong_requests(http: httpx.AsyncClient) -> None:
+    both = await http.post(
+        "/v1/chat/completions", json={"model": "tiny:a", "lora_path": "b", **CHAT}
+    )
+    assert both.status_code == 400
+    assert "model selects the adapter 'a', and lora_path 'b': omit one" in both.text
+    other = await http.post("/v1/chat/completions", json={"model": "gpt:a", **CHAT})
+    assert other.status_code == 404
+    assert "there is no model 'gpt:a'; there is: tiny, org:tiny" in other.text
+    wrong = await http.post(
+        "/v1/chat/completions", json={"model": "tiny", "lora_path": ["a"], **CHAT}
+    )
+    assert wrong.status_code == 400
+
+
+async def test_a_session(pool: sglrl.Client, http: httpx.AsyncClient) -> None:
+    """Each conversation has its own adapter, and each token the version that sampled it."""
+    made = (await http.post("/sessions")).json()
+    url = f"/sessions/{made['id']}/v1/chat/completions"
+
+    async def ask(model: str, messages: list[Any], **more: Any) -> list[Any]:
+        body = {"model": model, **CHAT, "messages": messages, **more}
+        answer = await http.post(url, json=body)
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["model"] == model
+        return [*messages, answer.json()["choices"][0]["message"], {"role": "user", "content": "?"}]
+
+    begun = pool.loras["a"].version
+    after = await ask("tiny:a", HI)
+    version = (await pool.update_weights(tensors(), lora="a")).version
+    assert version == begun + 1
+    await ask("tiny:a", after)
+    await ask("any", after)
+    await ask("any", HI, lora_path="b:c")
+    ended = (await http.delete(f"/sessions/{made['id']}")).json()["trajectories"]
+    found = [
+        None if one["lora_versions"] is None else [v for v in one["lora_versions"] if v >= 0]
+        for one in ended
+    ]
+    assert sorted(found, key=str) == sorted([[begun] * 3 + [version] * 3, None, [0] * 3], key=str)
+
+
+async def test_a_rollout_with_an_adapter(pool: sglrl.Client) -> None:
+    """Requests that select no adapter have the one of the session."""
+
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        key = {"authorization": f"Bearer {session.api_key}"}
+        url = session.base_url
+        async with httpx.AsyncClient(headers=key, timeout=60) as http:
+            cards = (await http.get(f"{url}/models")).json()["data"]
+            for model in ("any", cards[-1]["id"]):
+                answer = await http.post(f"{url}/chat/completions", json={"model": model, **CHAT})
+                assert answer.status_code == 200, answer.text
+        assert [turn.lora for turn in session.turns] == ["a", "b:c"]
+        return 1.0
+
+    async with sglrl.rollout(pool, agent, [{}], group_size=1, gateway=True, lora="a") as run:
+        (group,) = [group async for group in run]
+    (trajectory,) = group.trajectories
+    versions = [int(leaf.lora_versions.max()) for leaf in trajectory.leaves]
+    assert sorted(versions) == [0, pool.loras["a"].version]
+
+
+async def test_clients_in_other_processes(pool: sglrl.Client) -> None:
+    async with sglrl.connect(pool.address) as remote:
+        with pytest.raises(sglrl.UsageError, match="listed by the process that launched"):
+            _ = remote.loras
+        assert await remote._adapters.all() == pool.loras
