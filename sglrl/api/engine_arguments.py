@@ -57,6 +57,7 @@ FAKE_ARGUMENTS = {
     "lora_target_modules",
     "max_loaded_loras",
     "fail_lora",
+    "hidden_size",
 }
 
 

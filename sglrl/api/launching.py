@@ -231,6 +231,8 @@ def launch(
             groups = [None] * replicas
         if (ep_size := engine_args.get("ep_size") or 1) > tp_size:
             raise UsageError(f"ep_size={ep_size} is more than tp_size={tp_size}")
+        if engine_args.get("enable_return_hidden_states") and tp_size > 1:
+            raise UsageError(f"enable_return_hidden_states needs tp_size=1, got {tp_size}")
         if machines is None and groups[0] is None and engine_args.get("enable_torch_compile"):
             raise UsageError("enable_torch_compile needs a GPU: SGLang compiles no model for a CPU")
         backend = engine_args.get("lora_backend", "torch_native")

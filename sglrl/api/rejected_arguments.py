@@ -155,10 +155,11 @@ _GROUPS: Final = {
         enable_weights_cpu_backup enable_draft_weights_cpu_backup
     """,
     "a Completion has no such field": """
-        enable_return_hidden_states return_hidden_states_mode enable_return_routed_experts
+        enable_return_routed_experts
         enable_return_indexer_topk enable_return_aux_hidden_states aux_hidden_state_capture
         return_aux_hidden_state_layer_ids
     """,
+    "use enable_return_hidden_states": "return_hidden_states_mode",
     "use logit_bias or a grammar of generate": "enable_custom_logit_processor",
     "the engine only generates text": """
         is_embedding enable_multimodal mm_attention_backend enable_broadcast_mm_inputs_process

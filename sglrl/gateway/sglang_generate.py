@@ -50,6 +50,7 @@ _NOTHING: Final[dict[str, Any]] = {
 _INSTEAD: Final = {
     "custom_logit_processor": "logit_bias or a grammar in sampling_params",
     "input_embeds": "text or input_ids",
+    "return_hidden_states": "Client.generate(return_hidden_states=True)",
     "return_flat_raw_top_logprobs": "top_logprobs_num",
     "return_sampling_mask": "Client.generate(return_sampling_mask=True)",
     "session_params": "a session of the gateway (POST /sessions)",

@@ -116,6 +116,7 @@ def _joined(one: TokenChunk, other: TokenChunk) -> TokenChunk:
         mask_ids=one.mask_ids + other.mask_ids,
         mask_lengths=one.mask_lengths + other.mask_lengths,
         given_logprobs=one.given_logprobs + other.given_logprobs,
+        hidden_states=one.hidden_states + other.hidden_states,
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..wire.engine import TokenChunk
-from .completion import Decode, cut_text, given_logprobs
+from .completion import Decode, cut_text, given_logprobs, hidden_states
 from .sampling import SamplingParams
 from .sampling_mask import SamplingMask, mask_of
 
@@ -56,6 +56,12 @@ class Chunk(msgspec.Struct, frozen=True, dict=True, eq=False):
         """Logprobs of the tokens of ``token_ids_logprob``, float32 [t, k], or None."""
         chunk, params = self._chunk, self._params
         return None if chunk is None or params is None else given_logprobs([chunk], params)
+
+    @cached_property
+    def hidden_states(self) -> NDArray[np.float32] | None:
+        """The hidden states of the new tokens, float32 [t, hidden size], or None."""
+        chunk, params = self._chunk, self._params
+        return None if chunk is None or params is None else hidden_states([chunk], params)
 
     @property
     def text(self) -> str:

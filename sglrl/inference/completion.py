@@ -314,6 +314,15 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
         return given_logprobs(self._chunks, self._params)
 
     @cached_property
+    def hidden_states(self) -> NDArray[np.float32] | None:
+        """The output of the last layer that each token was sampled from, float32 [t, hidden size].
+
+        It is after the last norm: the logits are its product with the output embeddings. None
+        unless requested with ``return_hidden_states``.
+        """
+        return hidden_states(self._chunks, self._params)
+
+    @cached_property
     def sampling_mask(self) -> SamplingMask | None:
         """The tokens that could be drawn at each position. None unless requested.
 
@@ -407,6 +416,17 @@ def given_logprobs(
     if not count:
         return None
     return np.frombuffer(b"".join([c.given_logprobs for c in chunks]), "<f4").reshape(-1, count)
+
+
+def hidden_states(
+    chunks: Sequence[TokenChunk], params: SamplingParams
+) -> NDArray[np.float32] | None:
+    """Return the hidden states of the tokens, float32 [t, hidden size], or None."""
+    if not params.return_hidden_states:
+        return None
+    tokens = sum(len(chunk.ids) for chunk in chunks) // 4
+    values = np.frombuffer(b"".join([chunk.hidden_states for chunk in chunks]), "<f4")
+    return values.reshape(tokens, -1 if tokens else 0)
 
 
 def version_spans(chunks: Sequence[TokenChunk], *, lora: bool = False) -> tuple[VersionSpan, ...]:

@@ -35,6 +35,7 @@ class _SamplingOptions(TypedDict, total=False):
     logprobs_mode: LogprobsMode
     return_sampling_mask: bool
     token_ids_logprob: Sequence[int]
+    return_hidden_states: bool
     max_tokens: int | None
     max_completion_tokens: int | None
     min_tokens: int

@@ -142,6 +142,10 @@ class GenerationReply:
         params = self.prepared.params
         if len(chunk.given_logprobs) != len(params.token_ids_logprob) * size:
             raise _malformed("tokens without the logprobs of given token ids")
+        if params.return_hidden_states and size:
+            states = len(chunk.hidden_states)
+            if not states or states % size:
+                raise _malformed("tokens without hidden states")
         if params.return_sampling_mask and not is_whole(chunk):
             raise _malformed("tokens without sampling masks")
         return chunk

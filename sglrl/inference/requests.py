@@ -54,7 +54,7 @@ class Requests:
         self.driver = driver
         self.info = info
         self.box = box
-        self.samplings = SamplingCache(info.vocab_size)
+        self.samplings = SamplingCache(info.vocab_size, info.hidden_size)
         # Every call reads these values, so keep them as attributes.
         self.vocab_size = info.vocab_size
         self._most_prompt_tokens = info.max_prompt_tokens

@@ -26,7 +26,13 @@ SCALED_LOGPROBS: Final = "scaled_logprobs"
 PROCESSED_LOGPROBS: Final = "processed_logprobs"
 LogprobsMode = Literal["raw_logprobs", "scaled_logprobs", "processed_logprobs"]
 LOGPROBS_MODES: Final = (RAW_LOGPROBS, SCALED_LOGPROBS, PROCESSED_LOGPROBS)
+NO_HIDDEN_STATES: Final = "return_hidden_states needs launch(enable_return_hidden_states=True)"
 GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
+
+_FLAGS: Final = (
+    *("ignore_eos", "skip_special_tokens", "no_stop_trim"),
+    *("return_sampling_mask", "return_hidden_states"),
+)
 
 ALIASES: Final = {
     "max_tokens": "max_new_tokens",
@@ -84,6 +90,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             Needs top_p, top_k, min_p, temperature 0 or a grammar.
         token_ids_logprob: token ids, at most 1,000. Return the logprob of each of them at every
             output position (``Completion.token_ids_logprobs``).
+        return_hidden_states: return the hidden state that each token was sampled from
+            (``Completion.hidden_states``). Needs ``launch(enable_return_hidden_states=True)``.
 
     Raises:
         InvalidRequest: a value is out of range or of the wrong type.
@@ -113,6 +121,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     logprobs_mode: LogprobsMode = SCALED_LOGPROBS
     return_sampling_mask: bool = False
     token_ids_logprob: Sequence[int] = ()
+    return_hidden_states: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
@@ -147,7 +156,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 ) from None
         check_token_ids("stop_token_ids", self.stop_token_ids)
         check_token_ids("token_ids_logprob", self.token_ids_logprob)
-        for name in ("ignore_eos", "skip_special_tokens", "no_stop_trim", "return_sampling_mask"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be True or False, got {getattr(self, name)!r}")
         self._check_bias()
@@ -249,6 +258,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             logprobs_mode=None if self.logprobs_mode == SCALED_LOGPROBS else self.logprobs_mode,
             return_sampling_mask=self.return_sampling_mask,
             token_ids_logprob=tuple(int(t) for t in self.token_ids_logprob),
+            return_hidden_states=self.return_hidden_states,
         )
 
 
@@ -363,10 +373,15 @@ def _constant(value: Any) -> bool:
 
 
 class SamplingCache:
-    """Checks the keyword arguments of calls. Arguments checked before cost one look-up."""
+    """Checks the keyword arguments of calls. Arguments checked before cost one look-up.
 
-    def __init__(self, vocab_size: int) -> None:
+    Args:
+        hidden_size: as in ``EngineInfo``.
+    """
+
+    def __init__(self, vocab_size: int, hidden_size: int = 0) -> None:
         self._vocab_size = vocab_size
+        self._hidden_size = hidden_size
         self._by_kwargs: dict[Any, Prepared] = {}
         self._by_params: dict[int, Prepared] = {}
         self._latest: Prepared | None = None
@@ -426,6 +441,8 @@ class SamplingCache:
         count, most = len(params.token_ids_logprob), most_top_logprobs(self._vocab_size)
         if count > most:
             raise InvalidRequest(f"token_ids_logprob has {count} token ids; at most {most} can be")
+        if params.return_hidden_states and not self._hidden_size:
+            raise InvalidRequest(NO_HIDDEN_STATES)
         return Prepared(params)
 
     @staticmethod

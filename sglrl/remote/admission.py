@@ -18,7 +18,13 @@ from ..driver.driver import ENVELOPE_BYTES, Driver, now
 from ..errors import DeadlineExceeded, InvalidRequest, SglrlError, UnknownEndpoint
 from ..inference.adapters import AdapterPort
 from ..inference.number_checks import check_number
-from ..inference.sampling import GRAMMARS, MOST_BIAS, check_grammar, most_top_logprobs
+from ..inference.sampling import (
+    GRAMMARS,
+    MOST_BIAS,
+    NO_HIDDEN_STATES,
+    check_grammar,
+    most_top_logprobs,
+)
 from ..inference.tokens import in_range
 from ..weights.port import WeightsPort
 from ..wire.codec import MALFORMED
@@ -69,6 +75,7 @@ class Admission:
         self._vocab_size: int = info.vocab_size
         self._most_prompt: int = info.max_prompt_tokens
         self._most_total: int = info.max_total_tokens
+        self._hidden_size = info.hidden_size
         self._most_top = most_top_logprobs(info.vocab_size)
         self._max_body = driver.max_message_bytes - ENVELOPE_BYTES
         self._controls = controls
@@ -243,6 +250,8 @@ class Admission:
         _check_top(len(sampling.token_ids_logprob), self._most_top)
         if not all(0 <= token < vocab_size for token in sampling.token_ids_logprob):
             raise InvalidRequest("token_ids_logprob is outside the vocabulary")
+        if sampling.return_hidden_states and not self._hidden_size:
+            raise InvalidRequest(NO_HIDDEN_STATES)
         for token, bias in sampling.logit_bias.items():
             if not 0 <= token < vocab_size or not abs(bias) <= MOST_BIAS:
                 raise InvalidRequest("logit_bias is outside the vocabulary, or no number")

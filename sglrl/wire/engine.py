@@ -18,6 +18,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     lora_target_modules: the last parts of the names of the modules that adapters may change.
     max_loaded_loras: how many adapters may be loaded; 0: any number.
     sleep_tags: what the engine can give back while it sleeps, of ``SLEEP_TAGS``.
+    hidden_size: of the states that requests may ask for; 0: they may not.
     """
 
     model: str
@@ -39,6 +40,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     lora_target_modules: tuple[str, ...] = ()
     max_loaded_loras: int = 0
     sleep_tags: tuple[str, ...] = ()
+    hidden_size: int = 0
 
 
 class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -67,6 +69,7 @@ class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):
     logprobs_mode: str | None = None
     return_sampling_mask: bool = False
     token_ids_logprob: tuple[int, ...] = ()
+    return_hidden_states: bool = False
 
 
 class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -106,6 +109,7 @@ class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
     mask_lengths: int32 [t], the number of ids at each position, or empty.
     lora_version: of the adapter that sampled all of these tokens.
     lora_parts: as ``parts``, with versions of the adapter. Empty if ``lora_version`` computed all.
+    hidden_states: float32 [t, hidden size], or empty.
     given_logprobs: float32 [t, k], the logprobs of the k token ids of ``token_ids_logprob``.
     """
 
@@ -123,6 +127,7 @@ class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
     lora_version: int = 0
     lora_parts: bytes = b""
     given_logprobs: bytes = b""
+    hidden_states: bytes = b""
 
 
 class ScoreArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -35,7 +35,7 @@ DOUBTFUL: dict[str, tuple[Any, str]] = {
     "is_embedding": (True, "only generates text"),
     "enable_dp_attention": (True, "use tp_size="),
     "enable_return_routed_experts": (True, "a Completion has no such field"),
-    "enable_return_hidden_states": (True, "a Completion has no such field"),
+    "return_hidden_states_mode": ("last", "use enable_return_hidden_states"),
     "enable_metrics": (True, "use client.stats()"),
     "export_metrics_to_file": (True, "use client.stats()"),
     "tool_call_parser": ("qwen25", "use renderer="),

@@ -146,6 +146,7 @@ def to_driver() -> list[list[bytes]]:
     last = TokenChunk(
         *(ids(4), logprobs(1), "stop", 5, 2, ids(8, 9), logprobs(2), "end", b"", ids(4, 6), ids(2)),
         given_logprobs=logprobs(2),
+        hidden_states=logprobs(4),
     )
     body, frames = ARRAY
     messages: list[tuple[Any, list[bytes]]] = [

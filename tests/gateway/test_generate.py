@@ -100,7 +100,7 @@ def test_values_of_a_batch() -> None:
         ({"lora_path": ["x", "y"]}, "there are 1 prompts and 2 values of lora_path"),
         ({"image_data": ["x"]}, "the field 'image_data' is not supported"),
         ({"input_embeds": [[0.5]]}, "'input_embeds' is not supported; use text or input_ids"),
-        ({"return_hidden_states": True}, "the field 'return_hidden_states' is not supported"),
+        ({"return_hidden_states": True}, "is not supported; use Client.generate"),
         ({"return_routed_experts": True}, "the field 'return_routed_experts' is not supported"),
         ({"return_sampling_mask": True}, "is not supported; use Client.generate"),
         (

@@ -7,7 +7,7 @@ likeliest tokens of an output position are 0, 1, ..., with the logprobs of this 
 values of ``logprobs_mode`` have the same logprobs. A score at temperature t has these logprobs over
 t. The sampling mask of output position i has the token and the i % 3 ids after it; after the
 largest id comes 0. The logprob of given token id i is ``-i / 1024`` at output position 0, and by 1
-less at each later position.
+less at each later position. Value j of the hidden state of position i is ``i + j / 1024``.
 
 Engine arguments:
 
@@ -16,6 +16,7 @@ Engine arguments:
 * ``request_seconds`` (default 0): how much longer each running request makes a step.
 * ``max_running_requests`` (default: no limit): further requests wait, in the order of arrival.
 * ``vocab_size``, ``context_length``: the limits that the engine reports.
+* ``hidden_size`` (default 0: no hidden states).
 * ``fail_start``: the start raises ``RuntimeError`` with this text.
 * ``max_lora_rank`` (default 0: no adapters), ``lora_target_modules``, ``max_loaded_loras``: the
   limits for adapters, which do not change the output. ``fail_lora``: a path; a worker that finds
@@ -74,6 +75,7 @@ class _Running(msgspec.Struct):
         top: the number of likeliest tokens at each position.
         mask: report the sampling mask.
         given: token ids whose logprobs are wanted at each position.
+        hidden: report the hidden states.
     """
 
     prompt: bytes
@@ -83,6 +85,7 @@ class _Running(msgspec.Struct):
     top: int
     mask: bool
     given: tuple[int, ...]
+    hidden: bool
     done: int = 0
     sent: int = 0
     lora: str = ""
@@ -104,6 +107,7 @@ class FakeEngine:
         self.most_running = int(options.get("max_running_requests", 1 << 30))
         self.vocab_size = int(options.get("vocab_size", 1 << 17))
         self.context_length = int(options.get("context_length", 32_768))
+        self.hidden_size = int(options.get("hidden_size", 0))
         self.hang_file = Path(options["hang_file"]) if "hang_file" in options else None
         self.max_lora_rank = int(options.get("max_lora_rank", 0))
         self.lora_modules = tuple(options.get("lora_target_modules", ()))
@@ -164,6 +168,7 @@ class FakeEngine:
             args.top_logprobs,
             sampling.return_sampling_mask,
             sampling.token_ids_logprob,
+            sampling.return_hidden_states,
             done,
             done,
             args.lora,
@@ -331,6 +336,10 @@ class FakeEngine:
             at = np.arange(request.sent, request.done, dtype="<f4")[:, None]
             rows = -np.array(request.given, "<f4") / 1024 - at
             chunk = msgspec.structs.replace(chunk, given_logprobs=rows.tobytes())
+        if request.hidden:
+            at = np.arange(request.sent, request.done, dtype="<f4")[:, None]
+            states = at + np.arange(self.hidden_size, dtype="<f4") / 1024
+            chunk = msgspec.structs.replace(chunk, hidden_states=states.tobytes())
         if request.mask:
             chunk = self._with_mask(chunk, request.sent)
         request.sent = request.done
@@ -396,4 +405,5 @@ class FakeEngine:
             lora_target_modules=self.lora_modules,
             max_loaded_loras=self.max_loras,
             sleep_tags=SLEEP_TAGS,
+            hidden_size=self.hidden_size,
         )

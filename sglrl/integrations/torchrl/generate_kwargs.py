@@ -123,6 +123,8 @@ def split(values: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:
     params = from_kwargs(values)
     if params.return_sampling_mask:
         raise InvalidRequest("return_sampling_mask: TorchRL's output has no place for it")
+    if params.return_hidden_states:
+        raise InvalidRequest("return_hidden_states: TorchRL's output has no place for it")
     if len(params.token_ids_logprob):
         raise InvalidRequest("token_ids_logprob: TorchRL's output has no place for it")
     return call, params

@@ -119,6 +119,9 @@ def result(completion: Completion, return_text: bool) -> dict[str, Any]:
             [(logprob, int(token), None) for logprob, token in zip(row, tokens, strict=True)]
             for row in given.tolist()
         ]
+    states = completion.hidden_states
+    if states is not None:
+        meta["hidden_states"] = states.tolist()
     mask = completion.sampling_mask
     if mask is not None:
         meta["output_token_sampling_mask"] = [allowed.tolist() for allowed in mask.sets()]

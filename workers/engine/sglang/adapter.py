@@ -89,9 +89,9 @@ class Adapter(RequestTable):
         check_top(args.top_logprobs, scheduler.model_config.vocab_size)
         params, wanted = self.samplings.get(bytes(args.sampling), args.stream)
         begun = convert.token_array(args.resume)
-        given = wanted.token_ids
-        asked = convert.generate_request(id_, args, params, self._priority(args), given)
-        request = self._track(asked, args, args.top_logprobs, generates=True, given=len(given))
+        asked = convert.generate_request(id_, args, params, self._priority(args), wanted)
+        more = {"given": len(wanted.token_ids), "hidden": wanted.hidden}
+        request = self._track(asked, args, args.top_logprobs, generates=True, **more)
         if begun:
             self.incoming.append(Resume(convert.request_id(id_), begun))
         if wanted.report:
@@ -396,7 +396,8 @@ class Adapter(RequestTable):
         """Convert the new output of a request, and count it as sent."""
         count = len(output.output_ids[i])
         masks, parts = request.take_masks(count), request.take(count)
-        return convert.token_chunks(output, i, request.top, parts, masks, request.given)
+        states = convert.take_states(output, i) if request.hidden else None
+        return convert.token_chunks(output, i, request.top, parts, masks, request.given, states)
 
     def drawable(self, rid: str, at: int, ids: NDArray[np.int32]) -> None:
         """Take the tokens that could be drawn at an output position.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import re
 from array import array
-from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -69,11 +68,13 @@ class Wanted(NamedTuple):
     Attributes:
         logprobs_mode, mask: see ``commands.Report``.
         token_ids: the tokens whose logprobs are wanted at each position.
+        hidden: the hidden states are wanted.
     """
 
     logprobs_mode: str = SCALED_LOGPROBS
     mask: bool = False
     token_ids: tuple[int, ...] = ()
+    hidden: bool = False
 
     @property
     def report(self) -> bool:
@@ -131,7 +132,7 @@ def _wanted(s: Sampling, deterministic: bool) -> Wanted:
             'return_sampling_mask and logprobs_mode="processed_logprobs" do not work with '
             "enable_deterministic_inference or rl_on_policy_target"
         )
-    return Wanted(mode, s.return_sampling_mask, s.token_ids_logprob)
+    return Wanted(mode, s.return_sampling_mask, s.token_ids_logprob, s.return_hidden_states)
 
 
 def sampling_params(s: Sampling, interval: int, tokenizer: Any, vocab_size: int) -> SamplingParams:
@@ -198,13 +199,10 @@ def generate_request(
     args: GenerateArgs,
     params: SamplingParams,
     priority: int | None,
-    token_ids: Sequence[int] = (),
+    wanted: Wanted | None = None,
 ) -> TokenizedGenerateReqInput:
-    """Return a request for new tokens.
-
-    Args:
-        token_ids: the tokens whose logprobs are wanted at each position.
-    """
+    """Return a request for new tokens."""
+    token_ids = () if wanted is None else wanted.token_ids
     return _request(
         id_,
         args,
@@ -214,6 +212,7 @@ def generate_request(
         logprob_start_len=len(args.input_ids) // 4 if token_ids else -1,
         top_logprobs_num=args.top_logprobs,
         token_ids_logprob=list(token_ids) or None,
+        return_hidden_states=wanted is not None and wanted.hidden,
         # With stream=True SGLang reports every ``stream_interval`` tokens.
         stream=True,
         priority=priority,
@@ -293,6 +292,7 @@ def token_chunks(
     parts: list[tuple[int, Versions]],
     masks: list[NDArray[np.int32]] | None = None,
     given: int = 0,
+    states: NDArray[np.float32] | None = None,
 ) -> list[TokenChunk]:
     """Convert the output of request ``i`` in one step.
 
@@ -302,6 +302,7 @@ def token_chunks(
             takes all remaining tokens.
         masks: for each token, the tokens that could be drawn. None: not wanted.
         given: number of token ids whose logprobs the request wants.
+        states: float32 [t, hidden size]. None: not wanted.
 
     Returns:
         One chunk for each part.
@@ -342,9 +343,23 @@ def token_chunks(
                 mask_lengths=mask_lengths,
                 lora_version=lora_version,
                 given_logprobs=given_values,
+                hidden_states=b"" if states is None else states[span].tobytes(),
             )
         )
     return chunks
+
+
+def take_states(output: BatchTokenIDOutput | SimpleNamespace, i: int) -> NDArray[np.float32]:
+    """Remove the hidden states of new tokens from request ``i``. Return float32 [t, hidden size].
+
+    SGLang appends to one list, and puts this list itself into each output of the request. Its
+    values are floats of Python, 32 bytes each, so they must not stay there until the request ends.
+    """
+    entries = output.output_hidden_states[i]
+    # A prefill has the states of all its tokens. The last one is that of the new token.
+    rows = [entry[-1] if isinstance(entry[0], list) else entry for entry in entries]
+    entries.clear()
+    return np.array(rows, "<f4")
 
 
 def score_chunk(
@@ -420,6 +435,7 @@ def rest_of(request: Any, sent: int) -> SimpleNamespace:
         output_top_logprobs_val=rest("output_top_logprobs_val"),
         output_top_logprobs_idx=rest("output_top_logprobs_idx"),
         output_token_ids_logprobs_val=rest("output_token_ids_logprobs_val"),
+        output_hidden_states=[request.hidden_states],
         prompt_tokens=[0],
         cached_tokens=[0],
     )

@@ -48,13 +48,14 @@ def engine_info(
     config = scheduler.model_config
     eos = config.hf_eos_token_id
     eos_ids = sorted(eos) if isinstance(eos, (set, list, tuple)) else [eos] if eos else []
-    device = scheduler.device
+    device, args = scheduler.device, scheduler.server_args
     return EngineInfo(
-        model=scheduler.server_args.model_path,
+        model=args.model_path,
         architecture=config.hf_config.architectures[0],
         dtype=str(config.dtype).removeprefix("torch."),
         device=device if device == "cpu" else f"{device}:{scheduler.sglrl_gpu}",
         vocab_size=config.vocab_size,
+        hidden_size=config.hidden_size if args.enable_return_hidden_states else 0,
         context_length=config.context_len,
         # SGLang rejects an input of max_req_input_len.
         max_prompt_tokens=scheduler.max_req_input_len - 2,
@@ -63,9 +64,9 @@ def engine_info(
         kv_cache_tokens=scheduler.max_total_num_tokens,
         priority_scheduling=bool(scheduler.enable_priority_scheduling),
         sglang_version=compat.VERSION,
-        tp_size=scheduler.server_args.tp_size,
+        tp_size=args.tp_size,
         accelerations=accelerations,
-        tokenizer=scheduler.server_args.tokenizer_path or "",
+        tokenizer=args.tokenizer_path or "",
         sleep_tags=scheduler.sglrl_sleep.possible,
         **adapters,
     )

@@ -29,6 +29,7 @@ class TrackedRequest:
     prefills: of a scoring request: (first position, version) of each part of the prompt that one
         version computes.
     given: number of token ids whose logprobs are wanted at each position.
+    hidden: whether the hidden states are wanted.
     generates: it is a request of ``generate``.
     masks: for each position that was not reported, the tokens that could be drawn. None: they are
         not wanted.
@@ -41,6 +42,7 @@ class TrackedRequest:
         "changes",
         "generates",
         "given",
+        "hidden",
         "lora",
         "mask_ids",
         "masks",
@@ -62,12 +64,14 @@ class TrackedRequest:
         lora: str | None = None,
         generates: bool = False,
         given: int = 0,
+        hidden: bool = False,
     ) -> None:
         self.version = version
         self.top = top
         self.score_start = score_start
         self.generates = generates
         self.given = given
+        self.hidden = hidden
         self.lora = lora
         self.unloaded = ""
         self.sent = 0
