@@ -64,7 +64,11 @@ def sample(logits: torch.Tensor, **changes: Any) -> tuple[list[int], Any, list[b
             asked[name] = value
         else:
             setattr(info, name, value)
-    output = SimpleNamespace(next_token_logits=logits.clone(), next_token_logprobs=None)
+    output = SimpleNamespace(
+        next_token_logits=logits.clone(),
+        next_token_logprobs=None,
+        next_token_token_ids_logprobs_val=[[] for _ in logits],
+    )
     positions = torch.zeros(len(logits), dtype=torch.int64)
     sampler = torch.nn.Module.__new__(Sampler)
     torch.nn.Module.__init__(sampler)
