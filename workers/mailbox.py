@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from sglrl.errors import MessageTooLarge, ProtocolError, SglrlError
 from sglrl.transport.dropped import Dropped
@@ -209,14 +210,39 @@ class Mailbox:
         """End the current ``wait``. Other threads may call this method, and no other one."""
         self._dealer.wake()
 
-    def put(self, id_: int, kind: int, chunk: TokenChunk | None = None) -> None:
-        """Collect an answer, or a part of one. The next ``flush`` sends it."""
+    def put(
+        self,
+        id_: int,
+        kind: int,
+        chunk: TokenChunk | None = None,
+        routed: NDArray[Any] | None = None,
+    ) -> None:
+        """Collect an answer, or a part of one. The next ``flush`` sends it.
+
+        Args:
+            routed: rows of routed experts, [n, layers, k], to be sent with the chunk. They must not
+                change.
+        """
         if kind != ItemKind.CHUNK:
             self._held.discard(id_)
         if chunk is None:
             self._items.append(Item(id_, kind))
-        else:
+        elif routed is None or not len(routed):
             self._items.append(Item(id_, kind, self._encode(chunk)))
+        else:
+            self._put_routed(id_, kind, chunk, routed)
+
+    def _put_routed(self, id_: int, kind: int, chunk: TokenChunk, routed: NDArray[Any]) -> None:
+        if self._slots:
+            self.flush()
+        chunk = msgspec.structs.replace(chunk, routed=len(routed))
+        # A frame has whole rows, as many as may be sent in one frame.
+        count = max(1, self._most_bytes // routed[0].nbytes)
+        parts = [routed[at : at + count] for at in range(0, len(routed), count)]
+        self._items.append(Item(id_, kind, self._encode(chunk), len(parts)))
+        self._frames += [
+            np.ascontiguousarray(part).view(np.uint8).reshape(-1).data for part in parts
+        ]
 
     def put_row(self, id_: int, chunk: TokenChunk, row: Buffer) -> None:
         """Collect an answer to ``next_token_logprobs`` for the whole vocabulary.

@@ -22,6 +22,7 @@ _TESTS: Final = {
     "tests/engine/test_random_seed.py": "random_seed",
     "tests/engine/test_sleep.py": "enable_memory_saver",
     "tests/engine/test_hidden_states.py": "enable_return_hidden_states",
+    "tests/engine/test_routed_experts.py": "enable_return_routed_experts",
     "tests/engine/test_lora.py": "lora_paths max_loras_per_batch max_loaded_loras",
     "tests/api/test_lora_arguments.py": """
         enable_lora max_lora_rank lora_target_modules lora_backend

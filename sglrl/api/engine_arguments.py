@@ -58,6 +58,8 @@ FAKE_ARGUMENTS = {
     "max_loaded_loras",
     "fail_lora",
     "hidden_size",
+    "enable_return_routed_experts",
+    "routed_experts",
 }
 
 

@@ -155,7 +155,6 @@ _GROUPS: Final = {
         enable_weights_cpu_backup enable_draft_weights_cpu_backup
     """,
     "a Completion has no such field": """
-        enable_return_routed_experts
         enable_return_indexer_topk enable_return_aux_hidden_states aux_hidden_state_capture
         return_aux_hidden_state_layer_ids
     """,

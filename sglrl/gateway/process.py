@@ -12,7 +12,8 @@ from ..errors import UsageError
 from ..inference.client import Client
 from ..remote.client import client_of
 from ..remote.pool import CONNECT_SECONDS, RemotePool
-from ..sessions.trajectory import Record, record_of
+from ..sessions.record import Record
+from ..sessions.trajectory import record_of
 from ..wire.processes import ClientKeys
 from .registry import Registry
 from .running import Running

@@ -52,6 +52,7 @@ _INSTEAD: Final = {
     "input_embeds": "text or input_ids",
     "return_hidden_states": "Client.generate(return_hidden_states=True)",
     "return_flat_raw_top_logprobs": "top_logprobs_num",
+    "return_routed_experts": "Client.generate(return_routed_experts=True)",
     "return_sampling_mask": "Client.generate(return_sampling_mask=True)",
     "session_params": "a session of the gateway (POST /sessions)",
     "token_ids_logprob": "Client.generate(token_ids_logprob=...)",

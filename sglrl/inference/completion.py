@@ -15,6 +15,7 @@ from ..errors import InvalidRequest
 from ..wire.engine import TokenChunk
 from .display import html, preview
 from .message import AssistantMessage, ToolCall
+from .routed_experts import RoutedRows
 from .sampling import SamplingParams
 from .sampling_mask import SamplingMask, mask_of
 
@@ -215,6 +216,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     _params: SamplingParams
     resumed_at: tuple[int, ...] = ()
     lora: str | None = None
+    _routed: RoutedRows | None = None
 
     @property
     def finish_reason(self) -> str:
@@ -329,6 +331,23 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
         Limits (top-p, top-k, min-p), grammar, ``logit_bias`` and ``min_new_tokens`` are applied.
         """
         return mask_of(self._chunks) if self._params.return_sampling_mask else None
+
+    @cached_property
+    def routed_experts(self) -> NDArray[Any] | None:
+        """The experts that tokens were routed to, uint8 or int16 [n, layers, k], read-only.
+
+        Row i is of position ``routed_from + i`` of prompt and output. The last token has no row: no
+        forward pass has had it as input. None unless requested.
+        """
+        return None if self._routed is None else self._routed.array()
+
+    @property
+    def routed_from(self) -> int:
+        """The position of the first row of ``routed_experts``.
+
+        It is 0, and in a later turn of a session the first position without a row in earlier turns.
+        """
+        return 0 if self._routed is None else self._routed.start
 
     @cached_property
     def text(self) -> str:

@@ -36,6 +36,7 @@ class _SamplingOptions(TypedDict, total=False):
     return_sampling_mask: bool
     token_ids_logprob: Sequence[int]
     return_hidden_states: bool
+    return_routed_experts: bool
     max_tokens: int | None
     max_completion_tokens: int | None
     min_tokens: int

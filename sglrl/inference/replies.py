@@ -30,6 +30,7 @@ from .completion import (
     Scores,
     VersionSpan,
 )
+from .routed_experts import RoutedRows
 from .sampling import Prepared
 from .sampling_mask import is_whole
 
@@ -46,8 +47,9 @@ def resume(call: Call, chunks: Sequence[TokenChunk]) -> int:
         The number of tokens in the chunks.
     """
     ids = b"".join(chunk.ids for chunk in chunks)
+    rows = sum(chunk.routed for chunk in chunks)
     assert isinstance(call.args, GenerateArgs)
-    call.args = msgspec.structs.replace(call.args, resume=ids)
+    call.args = msgspec.structs.replace(call.args, resume=ids, resume_rows=rows)
     return len(ids) // 4
 
 
@@ -71,6 +73,7 @@ class GenerationReply:
 
     Attributes:
         begun: the unfinished completion that this call continues, if any.
+        routed: the routed experts that have arrived; None: they are not wanted.
     """
 
     __slots__ = (
@@ -83,6 +86,7 @@ class GenerationReply:
         "prepared",
         "prompt",
         "resumed_at",
+        "routed",
         "top",
     )
 
@@ -95,6 +99,7 @@ class GenerationReply:
         logprobs: bool,
         top: int,
         on_chunk: OnChunk | None = None,
+        routed: RoutedRows | None = None,
     ) -> None:
         self.decode = decode
         self.future = future
@@ -106,12 +111,13 @@ class GenerationReply:
         self.chunks: list[TokenChunk] | None = None
         self.resumed_at: tuple[int, ...] = ()
         self.begun: Completion | None = None
+        self.routed = routed
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
         if self.future.done():
             return
         try:
-            chunk = self.checked(item)
+            chunk = self.checked(item, frames)
         except ProtocolError as error:
             self.future.set_exception(error)
             return
@@ -121,12 +127,12 @@ class GenerationReply:
         if self.on_chunk is not None:
             self.on_chunk(chunk)
 
-    def checked(self, item: Item) -> TokenChunk:
-        """Decode a chunk and check its contents.
+    def checked(self, item: Item, frames: Sequence[Buffer]) -> TokenChunk:
+        """Decode a chunk, check its contents and keep its routed experts.
 
         Raises:
-            ProtocolError: the chunk is malformed, or lacks requested logprobs or sampling masks of
-                a token.
+            ProtocolError: the chunk is malformed, or lacks requested logprobs, sampling masks or
+                routed experts of a token.
         """
         try:
             chunk = _decode_chunk(item.body)
@@ -148,6 +154,8 @@ class GenerationReply:
                 raise _malformed("tokens without hidden states")
         if params.return_sampling_mask and not is_whole(chunk):
             raise _malformed("tokens without sampling masks")
+        if self.routed is not None:
+            self.routed.add(chunk, frames)
         return chunk
 
     def restart(self, call: Call) -> None:
@@ -160,16 +168,23 @@ class GenerationReply:
             return
         if isinstance(outcome, Item) and outcome.kind == _DONE:
             try:
-                last = self.checked(outcome)
+                last = self.checked(outcome, frames)
+                chunks = (last,) if self.chunks is None else (*self.chunks, last)
+                self.check_end(chunks)
             except ProtocolError as error:
                 future.set_exception(error)
                 return
-            chunks = (last,) if self.chunks is None else (*self.chunks, last)
             if self.on_chunk is not None:
                 self.on_chunk(last)
             future.set_result(self.completion(call, chunks))
         else:
             future.set_exception(error_of(outcome) if isinstance(outcome, Item) else outcome)
+
+    def check_end(self, chunks: Sequence[TokenChunk]) -> None:
+        """Raise ``ProtocolError`` if a finished call lacks routed experts."""
+        if self.routed is not None:
+            sampled = sum(len(chunk.ids) for chunk in chunks) // 4
+            self.routed.check_end(len(self.prompt) // 4 + sampled, sampled)
 
     def completion(self, call: Call, chunks: Sequence[TokenChunk]) -> Completion:
         ended = now()
@@ -200,6 +215,7 @@ class GenerationReply:
             self.prepared.params,
             self.resumed_at,
             (call.args.lora or None) if isinstance(call.args, GenerateArgs) else None,
+            self.routed,
         )
 
 
@@ -369,14 +385,16 @@ class ChunkReply:
             self.waiter.set_result(None)
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
-        self._add(item)
+        self._add(item, frames)
         self._wake()
 
-    def _add(self, item: Item) -> None:
+    def _add(self, item: Item, frames: Sequence[Buffer]) -> None:
         if self.outcome is not None:
             return
         try:
-            chunk = self.generation.checked(item)
+            chunk = self.generation.checked(item, frames)
+            if item.kind == _DONE:
+                self.generation.check_end([*self.received, chunk])
         except ProtocolError as error:
             self.outcome = error
         else:
@@ -389,7 +407,7 @@ class ChunkReply:
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
         if isinstance(outcome, Item) and outcome.kind == _DONE:
-            self._add(outcome)
+            self._add(outcome, frames)
         if self.outcome is None:
             self.outcome = outcome
         self._wake()

@@ -18,9 +18,11 @@ from ..wire.codec import encode
 from ..wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, ScoreArgs
 from .adapters import AdapterPort
 from .completion import Completion, Decode, NextTokenLogprobs
+from .number_checks import most_top_logprobs
 from .prompts import encode_prompts
 from .replies import ChunkReply, GenerationReply, NextTokenReply, OnChunk, ScoreReply
-from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache, most_top_logprobs
+from .routed_experts import RoutedRows
+from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache
 from .tokens import TokenizerBox
 
 _BESIDE_IDS: Final = 256
@@ -54,7 +56,9 @@ class Requests:
         self.driver = driver
         self.info = info
         self.box = box
-        self.samplings = SamplingCache(info.vocab_size, info.hidden_size)
+        self.samplings = SamplingCache(
+            info.vocab_size, info.hidden_size, info.routed_experts is not None
+        )
         # Every call reads these values, so keep them as attributes.
         self.vocab_size = info.vocab_size
         self._most_prompt_tokens = info.max_prompt_tokens
@@ -147,6 +151,7 @@ class Requests:
         begun: Completion | None = None,
         on_chunk: OnChunk | None = None,
         lora: str = "",
+        routed_from: int = 0,
     ) -> tuple[Call, asyncio.Future[Completion]]:
         """Submit a call for one continuation.
 
@@ -157,15 +162,21 @@ class Requests:
             begun: an unfinished completion to continue. Limits, stop strings, penalties and seeds
                 then count from its first token.
             on_chunk: called with each chunk as it arrives. None: the worker sends few.
+            routed_from: the first position whose routed experts are wanted. Not used with
+                ``begun``.
         """
         wire = prepared.wire(max_new_tokens, prepared.seed)
         resume = b"" if begun is None else begun.output_ids.tobytes()
         streams = on_chunk is not None
-        args = GenerateArgs(ids, wire, logprobs, top, streams, priority, resume, lora)
+        routed = self._routed(prepared, routed_from)
+        if routed is not None and begun is not None and begun._routed is not None:
+            routed = begun._routed.copy()
+        start, rows = (0, 0) if routed is None else (routed.start, routed.count)
+        args = GenerateArgs(ids, wire, logprobs, top, streams, priority, resume, lora, start, rows)
         if len(ids) + len(wire) + len(resume) > self._max_ids:
             self._check_size(args)
         future: asyncio.Future[Completion] = self.driver.loop.create_future()
-        reply = GenerationReply(self.decode, future, ids, prepared, logprobs, top, on_chunk)
+        reply = GenerationReply(self.decode, future, ids, prepared, logprobs, top, on_chunk, routed)
         if begun is not None:
             reply.chunks, reply.resumed_at = list(begun._chunks), begun.resumed_at
             reply.begun = begun
@@ -225,7 +236,7 @@ class Requests:
                     Call(
                         "generate",
                         args,
-                        GenerationReply(self.decode, future, ids, prepared, logprobs, top),
+                        self._reply(future, ids, prepared, logprobs, top),
                         deadline=deadline,
                         priority=priority,
                         pinned=worker,
@@ -255,7 +266,7 @@ class Requests:
         max_new = self.max_new_tokens(prepared, len(ids) // 4)
         wire = prepared.wire(max_new, prepared.seed)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        reply = ChunkReply(GenerationReply(self.decode, future, ids, prepared, logprobs, 0))
+        reply = ChunkReply(self._reply(future, ids, prepared, logprobs, 0))
         call = Call(
             "generate",
             self._generate_args(ids, wire, logprobs, 0, True, priority, lora),
@@ -409,6 +420,23 @@ class Requests:
         if len(ids) + len(wire) > self._max_ids:
             self._check_size(args)
         return args
+
+    def _reply(
+        self,
+        future: asyncio.Future[Completion],
+        ids: bytes,
+        prepared: Prepared,
+        logprobs: bool,
+        top: int,
+    ) -> GenerationReply:
+        routed = self._routed(prepared)
+        return GenerationReply(self.decode, future, ids, prepared, logprobs, top, None, routed)
+
+    def _routed(self, prepared: Prepared, start: int = 0) -> RoutedRows | None:
+        """Return an object for the routed experts of a call, or None if they are not wanted."""
+        shape = self.info.routed_experts
+        wanted = prepared.params.return_routed_experts
+        return RoutedRows(shape, start) if wanted and shape is not None else None
 
     def _route(self, ids: bytes, lora: str, session: str | None = None) -> Route:
         return Route(ids, self.version(lora), session)

@@ -14,7 +14,8 @@ import numpy as np
 from ..errors import InvalidRequest
 from ..wire.codec import encode
 from ..wire.engine import Sampling
-from .number_checks import check_integer, check_number, check_token_ids
+from .number_checks import check_integer, check_number, check_token_ids, most_top_logprobs
+from .routed_experts import NO_EXPERTS
 from .tokens import check_text
 
 DEFAULT_MAX_NEW_TOKENS: Final = 128
@@ -31,7 +32,7 @@ GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
 
 _FLAGS: Final = (
     *("ignore_eos", "skip_special_tokens", "no_stop_trim"),
-    *("return_sampling_mask", "return_hidden_states"),
+    *("return_sampling_mask", "return_routed_experts", "return_hidden_states"),
 )
 
 ALIASES: Final = {
@@ -92,6 +93,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             output position (``Completion.token_ids_logprobs``).
         return_hidden_states: return the hidden state that each token was sampled from
             (``Completion.hidden_states``). Needs ``launch(enable_return_hidden_states=True)``.
+        return_routed_experts: return the experts that each token was routed to
+            (``Completion.routed_experts``). Needs ``launch(enable_return_routed_experts=True)``.
 
     Raises:
         InvalidRequest: a value is out of range or of the wrong type.
@@ -122,6 +125,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     return_sampling_mask: bool = False
     token_ids_logprob: Sequence[int] = ()
     return_hidden_states: bool = False
+    return_routed_experts: bool = False
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
@@ -259,12 +263,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             return_sampling_mask=self.return_sampling_mask,
             token_ids_logprob=tuple(int(t) for t in self.token_ids_logprob),
             return_hidden_states=self.return_hidden_states,
+            return_routed_experts=self.return_routed_experts,
         )
-
-
-def most_top_logprobs(vocab_size: int) -> int:
-    """Return the largest allowed ``top_logprobs``, and number of ids of ``token_ids_logprob``."""
-    return min(1000, vocab_size)
 
 
 def check_grammar(name: str, text: str) -> None:
@@ -377,11 +377,13 @@ class SamplingCache:
 
     Args:
         hidden_size: as in ``EngineInfo``.
+        experts: the engine can return routed experts.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int = 0) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int = 0, experts: bool = False) -> None:
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
+        self._experts = experts
         self._by_kwargs: dict[Any, Prepared] = {}
         self._by_params: dict[int, Prepared] = {}
         self._latest: Prepared | None = None
@@ -443,6 +445,8 @@ class SamplingCache:
             raise InvalidRequest(f"token_ids_logprob has {count} token ids; at most {most} can be")
         if params.return_hidden_states and not self._hidden_size:
             raise InvalidRequest(NO_HIDDEN_STATES)
+        if params.return_routed_experts and not self._experts:
+            raise InvalidRequest(NO_EXPERTS)
         return Prepared(params)
 
     @staticmethod

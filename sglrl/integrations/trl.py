@@ -218,6 +218,8 @@ def _check(trainer: Any) -> None:
     values = trainer.args.generation_kwargs or {}
     if values.get("return_sampling_mask"):
         raise UsageError("return_sampling_mask has no effect: TRL's loss takes no masks")
+    if values.get("return_routed_experts"):
+        raise UsageError("return_routed_experts has no effect: TRL's loss takes no experts")
     for name in ("token_ids_logprob", "return_hidden_states"):
         if values.get(name):
             raise UsageError(f"{name} has no effect: TRL's loss does not use it")

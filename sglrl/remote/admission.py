@@ -17,13 +17,13 @@ from ..core.prefixes import Route
 from ..driver.driver import ENVELOPE_BYTES, Driver, now
 from ..errors import DeadlineExceeded, InvalidRequest, SglrlError, UnknownEndpoint
 from ..inference.adapters import AdapterPort
-from ..inference.number_checks import check_number
+from ..inference.number_checks import check_number, most_top_logprobs
+from ..inference.routed_experts import check_begin
 from ..inference.sampling import (
     GRAMMARS,
     MOST_BIAS,
     NO_HIDDEN_STATES,
     check_grammar,
-    most_top_logprobs,
 )
 from ..inference.tokens import in_range
 from ..weights.port import WeightsPort
@@ -198,7 +198,7 @@ class Admission:
         if begun:
             if not in_range(begun, self._vocab_size):
                 raise InvalidRequest("token ids are outside the vocabulary, or no int32")
-            forward.begun = [TokenChunk(begun)]
+            forward.begun = [TokenChunk(begun, routed=wanted.resume_rows)]
         # Copy: a view would keep the whole message alive as long as the call.
         sampling = bytes(wanted.sampling)
         new = self._samplings.get(sampling, 0)
@@ -209,6 +209,7 @@ class Admission:
                 f"max_new_tokens={new} does not fit a prompt of {len(ids) // 4} tokens"
             )
         _check_top(wanted.top_logprobs, self._most_top)
+        check_begin(wanted)
         args = GenerateArgs(
             ids,
             msgspec.Raw(sampling),
@@ -218,6 +219,8 @@ class Admission:
             wanted.priority,
             begun,
             wanted.lora,
+            wanted.routed_from,
+            wanted.resume_rows,
         )
         return args, ids
 

@@ -10,7 +10,7 @@ import msgspec
 
 from ..errors import DRIVER_ERRORS, RemoteError, SglrlError
 from ..inference.sampling import SamplingParams
-from ..sessions.trajectory import Record
+from ..sessions.record import Record
 from ..wire.calls import ErrorBody
 from ..wire.codec import readable
 from ..wire.processes import ClientKeys

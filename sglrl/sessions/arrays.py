@@ -14,6 +14,7 @@ from ..inference.sampling_mask import SamplingMask
 
 _INT32: Final = np.dtype("<i4")
 _KINDS: Final = {"i": "iu", "b": "biu", "f": "fiu"}
+ROUTED_DTYPES: Final = (np.dtype("u1"), np.dtype("<i2"))
 
 
 def read_only(name: str, values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -61,6 +62,62 @@ def joined_masks(
             lengths[start : start + len(mask.lengths)] = mask.lengths
             ids.append(mask.ids)
     return _frozen(np.concatenate(ids), np.concatenate([[0], lengths.cumsum()]))
+
+
+def routed_stop(path: Sequence[Completion]) -> int:
+    """Return the number of routed experts' rows, from position 0 on, in the turns of a path."""
+    stop = 0
+    for turn in path:
+        rows = turn._routed
+        if rows is not None and rows.start <= stop:
+            stop = max(stop, rows.stop)
+    return stop
+
+
+def joined_rows(path: Sequence[Completion]) -> NDArray[Any] | None:
+    """Return the routed experts of a conversation, or None if no turn has any.
+
+    The first row of a position stays.
+
+    Args:
+        path: all turns of the conversation, in order.
+
+    Returns:
+        uint8 or int16 [n, layers, k], for positions 0 to n.
+    """
+    parts: list[NDArray[Any]] = []
+    stop = 0
+    for turn in path:
+        rows = turn.routed_experts
+        if rows is not None and turn.routed_from <= stop:
+            new = rows[stop - turn.routed_from :]
+            parts.append(new)
+            stop += len(new)
+    if not parts:
+        return None
+    joined: NDArray[Any] = np.concatenate(parts)
+    joined.flags.writeable = False
+    return joined
+
+
+def checked_rows(rows: NDArray[Any] | None, tokens: int) -> NDArray[Any] | None:
+    """Return the routed experts of a trajectory of ``tokens`` tokens as a read-only array.
+
+    Raises:
+        UsageError: they have another dtype or shape, or there are more rows than tokens.
+    """
+    if rows is None:
+        return None
+    if not isinstance(rows, np.ndarray) or rows.ndim != 3 or rows.dtype not in ROUTED_DTYPES:
+        raise UsageError("routed_experts must be an array [n, layers, k] of uint8 or int16")
+    if len(rows) > tokens:
+        raise UsageError(f"routed_experts has {len(rows)} rows of {tokens} tokens")
+    if rows.dtype.kind == "i" and (rows < 0).any():
+        raise UsageError("routed_experts holds a negative number")
+    if rows.flags.writeable or not rows.flags.c_contiguous:
+        rows = rows.copy()
+        rows.flags.writeable = False
+    return rows
 
 
 def checked_mask(

@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..inference.completion import Beginning, Completion, Conversation
 from ..inference.message import AssistantMessage
 from ..inference.prompts import Message
+from .arrays import joined_rows, routed_stop
 from .observations import Dialogue, answer_of
 from .rewards import Rewards, RewardValue
 from .session_spec import SessionSpec
@@ -158,6 +159,12 @@ class History:
             raise UsageError("no turn was sampled yet that could be rewarded")
         self.rewards.add(turn, value, name, call, whole)
 
+    def routed(self, place: Place) -> int:
+        """Return the first position without routed experts in the turns before a place."""
+        if place.last == ROOT:
+            return 0
+        return routed_stop([self.turns[turn] for turn in self.path(place.last)])
+
     def said(self, place: Place) -> AssistantMessage | None:
         """Return the parsed turn that ends at a place, if there is a renderer."""
         return None if place.begins else self._said[place.last]
@@ -193,6 +200,7 @@ class History:
             [starts[turn] - prompt for turn in leaf.own],
             [self.turns[turn] for turn in leaf.own],
             [(self.rewards.totals[turn], self.rewards.named[turn]) for turn in leaf.own],
+            routed=joined_rows([self.turns[turn] for turn in leaf.path]),
             messages=self.messages(last),
             **values,
         )

@@ -226,7 +226,10 @@ class Session:
             arguments = self._spec, observed, before, dialogue, end, self._history.said(place)
             ids, dialogue = await in_thread(encode_observations, *arguments)
         prepared = await self._spec.with_tool_choice(prepared, tool_choice)
-        completion = await self._sampler.sample(ids, prepared, top_logprobs, on_chunk)
+        begin = 0
+        if prepared.params.return_routed_experts and ids.startswith(place.tokens):
+            begin = self._history.routed(place)
+        completion = await self._sampler.sample(ids, prepared, top_logprobs, on_chunk, begin)
         await self._keep(ids, completion, dialogue)
         return completion
 

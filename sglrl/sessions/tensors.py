@@ -28,6 +28,7 @@ _PADDING: Final[dict[str, float]] = {
     "mask_lengths": 0,
     "lora_versions": -1,
 }
+"""Of ``routed_experts`` it is 0, 1, ... k - 1: a row that a router could have chosen."""
 
 
 class TrajectoryArrays(Protocol):
@@ -52,6 +53,8 @@ class TrajectoryArrays(Protocol):
     def sampling_mask(self) -> SamplingMask | None: ...
     @property
     def lora_versions(self) -> NDArray[np.int32] | None: ...
+    @property
+    def routed_experts(self) -> NDArray[Any] | None: ...
 
 
 def stack(
@@ -93,6 +96,11 @@ def stack(
     layout, m is that of the row with most, and the padding on the right is -1. In the jagged layout
     it is a nested tensor. ``sglrl.rl.apply_sampling_mask`` takes both. ``lora_versions`` is there
     if a trajectory has them.
+
+    ``routed_experts``, uint8 or int16 [n, t, layers, k], is there if a trajectory has any: the
+    experts that the token at a position was routed to. Positions without a row, such as the last
+    one, and padding have the experts 0 to k - 1. ``routed_length``, int64 [n], is the number of
+    rows of each trajectory, from its first token on.
 
     Keys per row have the shape [n]:
 
@@ -144,6 +152,9 @@ def stack(
     loras = [trajectory.lora_versions for trajectory in batch]
     if any(versions is not None for versions in loras):
         flat["lora_versions"] = _flat_optional(loras, lengths, -1)
+    routed = _routed(batch, lengths)
+    if routed is not None:
+        flat["routed_experts"] = routed
     values: dict[str, Any]
     if layout == "padded":
         width = _width(int(lengths.max()), pad_to, pad_to_multiple_of)
@@ -155,7 +166,8 @@ def stack(
         padding = {**_PADDING, "input_ids": pad_token_id}
         values = {}
         for key, tokens in flat.items():
-            padded = np.full(filled.shape, padding[key], tokens.dtype)
+            padded = np.empty((*filled.shape, *tokens.shape[1:]), tokens.dtype)
+            padded[:] = np.arange(tokens.shape[-1]) if tokens.ndim > 1 else padding[key]
             # The mask assigns row by row, which is the order of the tokens in ``flat``.
             padded[filled] = tokens
             values[key] = torch.from_numpy(padded)
@@ -176,6 +188,9 @@ def stack(
         raise UsageError(f'layout must be "padded" or "jagged", not {layout!r}')
     if masked:
         values["mask_ids"] = _mask_ids(batch, layout)
+    if routed is not None:
+        counts = [0 if t.routed_experts is None else len(t.routed_experts) for t in batch]
+        values["routed_length"] = torch.tensor(counts, dtype=torch.int64, device="cpu")
     for key, numbers, dtype in (
         ("reward", [whole[i].reward for i, _ in rows], torch.float32),
         ("sample", [i for i, _ in rows], torch.int64),
@@ -243,6 +258,28 @@ def _flat_optional(
     for values, end in zip(arrays, lengths.cumsum().tolist(), strict=True):
         if values is not None:
             found[end - len(values) : end] = values
+    return found
+
+
+def _routed(batch: Sequence[TrajectoryArrays], lengths: NDArray[np.int64]) -> NDArray[Any] | None:
+    """Return the routed experts at each position of all trajectories, or None if none has any.
+
+    Raises:
+        UsageError: they are of different models.
+    """
+    given = [t.routed_experts for t in batch if t.routed_experts is not None]
+    if not given:
+        return None
+    kinds = {(rows.shape[1:], rows.dtype) for rows in given}
+    if len(kinds) > 1:
+        raise UsageError(f"the routed experts of the trajectories have different shapes: {kinds}")
+    ((shape, dtype),) = kinds
+    found = np.empty((int(lengths.sum()), *shape), dtype)
+    found[:] = np.arange(shape[-1])
+    for trajectory, end, length in zip(batch, lengths.cumsum(), lengths, strict=True):
+        rows = trajectory.routed_experts
+        if rows is not None:
+            found[end - length : end - length + len(rows)] = rows
     return found
 
 

@@ -21,11 +21,13 @@ from ..inference.sampling_mask import SamplingMask, mask_from
 from .arrays import (
     checked_loras,
     checked_mask,
+    checked_rows,
     is_consistent,
     joined_loras,
     joined_masks,
     read_only,
 )
+from .record import Record, record_of_rows, rows_of
 from .rewards import Reward, number
 from .tensors import Layout, stack
 from .turn import TrajectoryTiming, Turn, checked_turns
@@ -48,33 +50,12 @@ _NO_VERSION: Final = (-1).to_bytes(4, "little", signed=True)
 _NAN: Final = np.array(np.nan, _FLOAT32).tobytes()
 
 
-class Record(msgspec.Struct, array_like=True, frozen=True):
-    """A ``Trajectory`` as msgpack. Arrays are little-endian bytes; loss_mask has 1 byte per token.
-
-    Trajectory files contain records. New fields may be added at the end, with defaults. Any other
-    change needs a new version of the file format.
-    """
-
-    prompt_ids: bytes
-    response_ids: bytes
-    loss_mask: bytes
-    logprobs: bytes
-    versions: bytes
-    turns: tuple[Turn, ...]
-    timing: TrajectoryTiming
-    metadata: dict[Any, Any]
-    messages: list[dict[str, Any]] | None = None
-    branches: tuple[Record, ...] = ()
-    mask_ids: bytes = b""
-    mask_lengths: bytes | None = None
-    lora_versions: bytes | None = None
-
-
 def record_of(trajectory: Trajectory) -> Record:
     """Return the record of a trajectory, for encoding. Its arrays are views, not copies."""
     arrays: list[Any] = [getattr(trajectory, name).data for name in _DTYPES]
     prompt, response, mask, logprobs, versions = arrays
     allowed, loras = trajectory.sampling_mask, trajectory.lora_versions
+    rows = trajectory.routed_experts
     return Record(
         prompt,
         response,
@@ -89,6 +70,7 @@ def record_of(trajectory: Trajectory) -> Record:
         b"" if allowed is None else allowed.ids.tobytes(),
         None if allowed is None else allowed.lengths.tobytes(),
         None if loras is None else loras.tobytes(),
+        None if rows is None else record_of_rows(rows),
     )
 
 
@@ -120,6 +102,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             ``return_sampling_mask``.
         lora_versions: int32 [r], the version of the adapter that sampled the token, or None if no
             turn had an adapter. -1 where ``loss_mask`` is False, and in turns without an adapter.
+        routed_experts: the experts that tokens were routed to, uint8 or int16 [n, layers, k], or
+            None. Row i is of ``input_ids[i]``. Later tokens have no row: the last one, which no
+            forward pass has had as input, and those of turns without ``return_routed_experts``
+            at the end.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -134,6 +120,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
     branches: tuple[Trajectory, ...] = ()
     sampling_mask: SamplingMask | None = None
     lora_versions: NDArray[np.int32] | None = None
+    routed_experts: NDArray[Any] | None = None
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
@@ -159,6 +146,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         allowed = checked_mask(self.sampling_mask, self.response_ids, sampled)
         force_setattr(self, "sampling_mask", allowed)
         force_setattr(self, "lora_versions", checked_loras(self.lora_versions, sampled))
+        rows = checked_rows(self.routed_experts, len(self.prompt_ids) + size)
+        force_setattr(self, "routed_experts", rows)
         try:
             timing = TrajectoryTiming(*self.timing)
         except TypeError as error:
@@ -189,6 +178,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         generating: float,
         metadata: dict[str, Any],
         messages: list[dict[str, Any]] | None = None,
+        routed: NDArray[Any] | None = None,
     ) -> Trajectory:
         """Make a trajectory from the state of a session, without checks.
 
@@ -198,6 +188,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             turns: the completion of each turn.
             rewards: the reward of each turn, and its named rewards.
             total, generating: as in ``TrajectoryTiming``. The session began ``total`` seconds ago.
+            routed: the routed experts of the whole conversation.
         """
         size, prompt_tokens = len(response) // 4, len(prompt) // 4
         marked: list[Turn] = []
@@ -264,6 +255,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             oldest,
             joined_masks(size, starts, turns),
             joined_loras(size, starts, turns),
+            routed,
         )
 
     @classmethod
@@ -283,12 +275,17 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         lengths = record.mask_lengths
         allowed = None if lengths is None else mask_from(record.mask_ids, lengths)
         loras = record.lora_versions
+        try:
+            routed = rows_of(record)
+        except ValueError as error:
+            raise ProtocolError(f"a trajectory with {error}") from None
         if (
             not record.prompt_ids
             or len(record.prompt_ids) % 4
             or sizes != (size, size, size)
             or (allowed is not None and not is_consistent(allowed, size // 4))
             or (loras is not None and len(loras) != size)
+            or (routed is not None and 4 * len(routed) > len(record.prompt_ids) + size)
         ):
             raise ProtocolError("a trajectory whose arrays do not belong together")
         return cls._unchecked(
@@ -304,6 +301,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             oldest,
             allowed,
             None if loras is None else np.frombuffer(loras, _INT32),
+            routed,
         ).with_branches([cls.from_record(branch) for branch in record.branches])
 
     @classmethod
@@ -321,6 +319,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         oldest: int | None,
         allowed: SamplingMask | None,
         loras: NDArray[np.int32] | None,
+        routed: NDArray[Any] | None,
     ) -> Trajectory:
         # Copying a blank instance avoids the checks of the constructor.
         self = copy(_BLANK)
@@ -335,6 +334,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         force_setattr(self, "messages", messages)
         force_setattr(self, "sampling_mask", allowed)
         force_setattr(self, "lora_versions", loras)
+        force_setattr(self, "routed_experts", routed)
         if oldest is not None:
             self.__dict__["oldest_version"] = oldest
         return self

@@ -26,7 +26,8 @@ import numpy as np
 from ..errors import UsageError
 from ..inference.sampling_mask import mask_from
 from .atomic_file import new_content
-from .trajectory import Record, Trajectory, record_of
+from .record import Record, rows_of
+from .trajectory import Trajectory, record_of
 from .turn import Turn
 
 _MAGIC: Final = b"sglrltrj"
@@ -114,7 +115,7 @@ def to_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -
     ``save`` and ``load`` are smaller and faster. An object has the fields of ``Trajectory``, and
     ``reward``, ``finish_reason``, ``oldest_version`` and ``text`` (null without a tokenizer). A NaN
     in ``logprobs`` is null. ``sampling_mask`` is null, or a list of token ids for each position.
-    ``lora_versions`` is null without an adapter.
+    ``lora_versions`` is null without an adapter. ``routed_experts`` is left out.
 
     Raises:
         UsageError: an item is not a ``Trajectory``, or its metadata cannot be encoded.
@@ -220,4 +221,5 @@ def _trajectory(record: Record) -> Trajectory:
         lora_versions=(
             None if record.lora_versions is None else np.frombuffer(record.lora_versions, "<i4")
         ),
+        routed_experts=rows_of(record),
     )

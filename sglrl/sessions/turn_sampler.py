@@ -103,8 +103,12 @@ class TurnSampler:
         prepared: Prepared,
         top_logprobs: int,
         on_chunk: OnChunk | None,
+        routed_from: int,
     ) -> Completion:
         """Sample a turn after the prompt ``ids``. Continue a turn that was returned unfinished.
+
+        Args:
+            routed_from: the first position without routed experts in earlier turns.
 
         Raises:
             InvalidRequest: the context is full.
@@ -144,6 +148,7 @@ class TurnSampler:
                 completion,
                 on_chunk,
                 spec.lora,
+                routed_from,
             )
             self.call = call
             try:

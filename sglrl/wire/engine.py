@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
+
+
+class RoutedShape(NamedTuple):
+    """A token's row of routed experts: ``layers`` x ``k`` values.
+
+    dtype: of the values, uint8 ("|u1") or int16 ("<i2").
+    """
+
+    layers: int
+    k: int
+    dtype: str
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -19,6 +30,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_loaded_loras: how many adapters may be loaded; 0: any number.
     sleep_tags: what the engine can give back while it sleeps, of ``SLEEP_TAGS``.
     hidden_size: of the states that requests may ask for; 0: they may not.
+    routed_experts: the shape and dtype of a token's row of routed experts; None: the engine does
+        not return them.
     """
 
     model: str
@@ -41,6 +54,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_loaded_loras: int = 0
     sleep_tags: tuple[str, ...] = ()
     hidden_size: int = 0
+    routed_experts: RoutedShape | None = None
 
 
 class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -70,6 +84,7 @@ class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):
     return_sampling_mask: bool = False
     token_ids_logprob: tuple[int, ...] = ()
     return_hidden_states: bool = False
+    return_routed_experts: bool = False
 
 
 class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -80,6 +95,8 @@ class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     resume: int32 [r], tokens that another worker has already generated for this call. They count
         in every limit, and are not sent back.
     lora: the name of an adapter; "": none.
+    routed_from: the first position of prompt and output whose routed experts are wanted.
+    resume_rows: rows of routed experts from there on that another worker has already sent.
     """
 
     input_ids: bytes
@@ -90,6 +107,8 @@ class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     priority: int = 0
     resume: bytes = b""
     lora: str = ""
+    routed_from: int = 0
+    resume_rows: int = 0
 
 
 class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -111,6 +130,8 @@ class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
     lora_parts: as ``parts``, with versions of the adapter. Empty if ``lora_version`` computed all.
     hidden_states: float32 [t, hidden size], or empty.
     given_logprobs: float32 [t, k], the logprobs of the k token ids of ``token_ids_logprob``.
+    routed: number of rows of routed experts (``EngineInfo.routed_experts``) in the raw frames of
+        the item. They follow the rows of the call's earlier chunks.
     """
 
     ids: bytes
@@ -128,6 +149,7 @@ class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
     lora_parts: bytes = b""
     given_logprobs: bytes = b""
     hidden_states: bytes = b""
+    routed: int = 0
 
 
 class ScoreArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):

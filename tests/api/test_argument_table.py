@@ -34,7 +34,6 @@ DOUBTFUL: dict[str, tuple[Any, str]] = {
     "enable_weights_cpu_backup": (True, "use keep_weights= of client.sleep"),
     "is_embedding": (True, "only generates text"),
     "enable_dp_attention": (True, "use tp_size="),
-    "enable_return_routed_experts": (True, "a Completion has no such field"),
     "return_hidden_states_mode": ("last", "use enable_return_hidden_states"),
     "enable_metrics": (True, "use client.stats()"),
     "export_metrics_to_file": (True, "use client.stats()"),

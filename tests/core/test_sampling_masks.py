@@ -14,7 +14,8 @@ from sglrl.errors import ProtocolError, UsageError
 from sglrl.inference.completion import Completion
 from sglrl.inference.sampling import SamplingParams
 from sglrl.inference.sampling_mask import SamplingMask, is_whole
-from sglrl.sessions.trajectory import Record, Trajectory, record_of
+from sglrl.sessions.record import Record
+from sglrl.sessions.trajectory import Trajectory, record_of
 from sglrl.sessions.trajectory_files import load, save, to_jsonl
 from sglrl.wire.engine import TokenChunk
 

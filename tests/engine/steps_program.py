@@ -111,7 +111,7 @@ class Ends:
             0,
             b"",
         )
-        params, _ = self.samplings.get(bytes(args.sampling), args.stream)
+        params, *_ = self.samplings.get(bytes(args.sampling), args.stream)
         request = convert.generate_request(i, args, params, None)
         request.extra_key = choose(["0", "1"])
         if "regex" not in values and choose([False, False, True]):

@@ -25,7 +25,11 @@ from .programs import run_program
 
 BY_NAME = {patch.name: patch for patch in PATCHES}
 ARGUMENTS = SimpleNamespace(
-    enable_deterministic_inference=False, rl_on_policy_target=None, tp_size=1, enable_lora=False
+    enable_deterministic_inference=False,
+    rl_on_policy_target=None,
+    tp_size=1,
+    enable_lora=False,
+    enable_return_routed_experts=False,
 )
 
 
@@ -51,7 +55,7 @@ def test_all_code_that_we_replace_is_declared(qwen: Path, lora: bool) -> None:
     declared = {
         target
         for patch in PATCHES
-        if patch.device != "cuda" and (lora or not patch.lora)
+        if patch.device != "cuda" and patch.argument in ("", "enable_lora" if lora else "")
         for target in patch.wraps
     }
     # These are not functions: a flag, a number, a table, a module.
@@ -97,7 +101,7 @@ def test_the_environment_selects_accelerations(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_selected_accelerations() -> None:
-    corrections = {patch.name for patch in PATCHES if not (patch.acceleration or patch.lora)}
+    corrections = {patch.name for patch in PATCHES if not (patch.acceleration or patch.argument)}
     corrections -= {"cpu_kernels"}
     assert used(setup(accelerations=())) == corrections
     assert used(setup(accelerations=("queries",))) == corrections | {"queries"}

@@ -233,9 +233,9 @@ async def test_tokens_to_go_on_from_that_do_not_fit_the_grammar(
     letters = np.array(client.tokenizer.encode("ab"), "<i4").tobytes()
 
     def make(*args: Any) -> GenerateArgs:
-        *others, resume, lora = args
+        *others, resume, lora, begin, rows = args
         assert resume == b""
-        return GenerateArgs(*others, letters, lora)
+        return GenerateArgs(*others, letters, lora, begin, rows)
 
     before = client.workers[0].pid
     with monkeypatch.context() as context:

@@ -36,6 +36,7 @@ from sglrl.wire.engine import (
     LoraPart,
     LoraPrepare,
     NextTokenArgs,
+    RoutedShape,
     Sampling,
     ScoreArgs,
     TensorValue,
@@ -130,6 +131,7 @@ INFO = EngineInfo(
     max_total_tokens=64,
     eos_token_ids=[2],
     kv_cache_tokens=1000,
+    routed_experts=RoutedShape(2, 2, "|u1"),
 )
 _array, _frames = Result(Any).encode({"a": np.arange(6, dtype="<f4").reshape(2, 3), "b": 1})
 
@@ -164,6 +166,7 @@ def to_driver() -> list[list[bytes]]:
         ),
         (Results([Item(2, ItemKind.ERROR, encode(ERROR)), Item(3, ItemKind.CANCELLED)]), []),
         (Results([Item(4, ItemKind.DONE, body, 1)]), frames),
+        (Results([Item(5, ItemKind.CHUNK, encode(TokenChunk(ids(1), routed=2)), 1)]), [bytes(8)]),
         (
             Results([Item(5, ItemKind.CHUNK, body, 1), Item(6, ItemKind.DONE, encode(True))]),
             frames,

@@ -20,7 +20,13 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def client() -> AsyncIterator[sglrl.Client]:
-    async with sglrl.launch("tiny", engine="fake", step_seconds=0.001, tokens_per_step=1) as client:
+    async with sglrl.launch(
+        "tiny",
+        engine="fake",
+        step_seconds=0.001,
+        tokens_per_step=1,
+        enable_return_routed_experts=True,
+    ) as client:
         yield client
 
 
@@ -60,6 +66,21 @@ async def test_an_agent_needs_only_the_url_and_the_key(
             assert trajectory.named_rewards == {"format": 2.0}
             assert trajectory.reward == 3.0
     assert run.metrics.turns == 3 * (2 + 3 + 4)
+
+
+async def test_trajectories_have_routed_experts(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: int) -> float:
+        await ask(session.base_url, session.api_key, 3)
+        begins = [turn.routed_from for turn in session.turns]
+        assert begins == [0, *(turn._routed.stop for turn in session.turns[:-1])]  # type: ignore[union-attr]
+        return 1.0
+
+    wanted: Any = {"max_new_tokens": 4, "return_routed_experts": True}
+    async with sglrl.rollout(client, agent, [0], gateway=True, **wanted) as run:
+        (group,) = [group async for group in run]
+    (trajectory,) = group.trajectories
+    assert trajectory.routed_experts is not None
+    assert len(trajectory.routed_experts) == len(trajectory.input_ids) - 1
 
 
 @pytest.mark.parametrize("processes", [None, 1])

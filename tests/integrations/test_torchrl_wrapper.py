@@ -464,7 +464,8 @@ def test_every_sampling_name_is_forwarded(pool: sglrl.BlockingClient, tokenizer:
     assert second["sampling"].temperature == 0.7
     left = set(sglrl.SamplingParams.__struct_fields__) - {*SAMPLING, "stop"}
     # A request has one form of a grammar at most. The wrapper rejects the others.
-    rejected = {"return_sampling_mask", "token_ids_logprob", "return_hidden_states"}
+    rejected = {"return_sampling_mask", "return_routed_experts"}
+    rejected |= {"token_ids_logprob", "return_hidden_states"}
     assert left == {"json_schema", "ebnf", "structural_tag", *rejected}
     # A call's argument overrides the constructor's, even under another name.
     wrapper(
@@ -498,6 +499,7 @@ def test_every_sampling_name_is_forwarded(pool: sglrl.BlockingClient, tokenizer:
         ({"top_p": 0.9, "return_sampling_mask": True}, "has no place for it"),
         ({"token_ids_logprob": [3]}, "has no place for it"),
         ({"return_hidden_states": True}, "has no place for it"),
+        ({"return_routed_experts": True}, "has no place for it"),
         ({"max_new_token": 4}, "did you mean 'max_new_tokens'"),
     ],
 )

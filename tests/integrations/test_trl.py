@@ -338,6 +338,7 @@ PROMPT_TUNING = SimpleNamespace(is_prompt_learning=True)
         ({"generation_kwargs": {"top_p": 0.9, "return_sampling_mask": True}}, "takes no masks"),
         ({"generation_kwargs": {"token_ids_logprob": [3]}}, "token_ids_logprob has no effect"),
         ({"generation_kwargs": {"return_hidden_states": True}}, "return_hidden_states has no"),
+        ({"generation_kwargs": {"return_routed_experts": True}}, "takes no experts"),
         (
             {
                 "model": SimpleNamespace(peft_config={"a": PROMPT_TUNING}),

@@ -7,7 +7,9 @@ likeliest tokens of an output position are 0, 1, ..., with the logprobs of this 
 values of ``logprobs_mode`` have the same logprobs. A score at temperature t has these logprobs over
 t. The sampling mask of output position i has the token and the i % 3 ids after it; after the
 largest id comes 0. The logprob of given token id i is ``-i / 1024`` at output position 0, and by 1
-less at each later position. Value j of the hidden state of position i is ``i + j / 1024``.
+less at each later position. Value j of the hidden state of position i is ``i + j / 1024``. With
+``enable_return_routed_experts=True``, choice j of layer l at position p of prompt and output is
+expert (p + l + j) % e.
 
 Engine arguments:
 
@@ -21,6 +23,7 @@ Engine arguments:
 * ``max_lora_rank`` (default 0: no adapters), ``lora_target_modules``, ``max_loaded_loras``: the
   limits for adapters, which do not change the output. ``fail_lora``: a path; a worker that finds
   a file there removes it, and cannot prepare the adapter.
+* ``routed_experts`` (default (2, 2, 8)): layers, choices of a token in each of them, and experts e.
 * ``hang_file``: a path. A worker that finds a file there in a step removes the file and hangs.
 """
 
@@ -38,6 +41,7 @@ import msgspec
 import numpy as np
 
 from sglrl.errors import InvalidAdapter, InvalidRequest, UnknownAdapter
+from sglrl.inference.routed_experts import NO_EXPERTS, check_begin
 from sglrl.wire.calls import ItemKind
 from sglrl.wire.engine import (
     SLEEP_TAGS,
@@ -50,6 +54,7 @@ from sglrl.wire.engine import (
     LoraPrepare,
     NextTokenArgs,
     ProfileArgs,
+    RoutedShape,
     Sampling,
     ScoreArgs,
     SleepArgs,
@@ -76,6 +81,7 @@ class _Running(msgspec.Struct):
         mask: report the sampling mask.
         given: token ids whose logprobs are wanted at each position.
         hidden: report the hidden states.
+        routed: the first position without a row of routed experts; -1: they are not wanted.
     """
 
     prompt: bytes
@@ -86,6 +92,7 @@ class _Running(msgspec.Struct):
     mask: bool
     given: tuple[int, ...]
     hidden: bool
+    routed: int
     done: int = 0
     sent: int = 0
     lora: str = ""
@@ -113,6 +120,13 @@ class FakeEngine:
         self.lora_modules = tuple(options.get("lora_target_modules", ()))
         self.max_loras = int(options.get("max_loaded_loras", 0))
         self.fail_lora = Path(options["fail_lora"]) if "fail_lora" in options else None
+        self.routed: RoutedShape | None = None
+        if options.get("enable_return_routed_experts"):
+            layers, k, experts = options.get("routed_experts", (2, 2, 8))
+            self.routed = RoutedShape(layers, k, "|u1" if experts <= 256 else "<i2")
+            at = np.arange(self.context_length)[:, None, None]
+            layer, choice = np.arange(layers)[:, None], np.arange(k)
+            self.rows = ((at + layer + choice) % experts).astype(self.routed.dtype)
         self.loras: dict[str, LoraCommit] = {}
         self.prepared: set[int] = set()
         """Serials of adapters that are not live: at most one."""
@@ -158,6 +172,9 @@ class FakeEngine:
             )
         check_top(args.top_logprobs, self.vocab_size)
         check_given(sampling.token_ids_logprob, self.vocab_size)
+        if sampling.return_routed_experts and self.routed is None:
+            raise InvalidRequest(NO_EXPERTS)
+        check_begin(args)
         self._check_lora(args.lora)
         self.prompted += count
         self.requests[id_] = _Running(
@@ -169,6 +186,7 @@ class FakeEngine:
             sampling.return_sampling_mask,
             sampling.token_ids_logprob,
             sampling.return_hidden_states,
+            args.routed_from + args.resume_rows if sampling.return_routed_experts else -1,
             done,
             done,
             args.lora,
@@ -215,9 +233,11 @@ class FakeEngine:
         answer = None
         match args:
             case LoraPrepare():
-                if self.fail_lora is not None and self.fail_lora.exists():
-                    self.fail_lora.unlink()
-                    raise InvalidAdapter("the adapter does not fit this worker")
+                if self.fail_lora is not None:
+                    # Of several workers, only the one that removes the file fails.
+                    with contextlib.suppress(FileNotFoundError):
+                        self.fail_lora.unlink()
+                        raise InvalidAdapter("the adapter does not fit this worker")
                 if self.prepared - {args.serial}:
                     raise InvalidRequest(f"the adapters {self.prepared} were not given up")
                 self.prepared.add(args.serial)
@@ -343,7 +363,12 @@ class FakeEngine:
         if request.mask:
             chunk = self._with_mask(chunk, request.sent)
         request.sent = request.done
-        self.mailbox.put(id_, ItemKind.DONE if finish else ItemKind.CHUNK, chunk)
+        routed = None
+        if request.routed >= 0:
+            # No step has had the last token as input.
+            routed = self.rows[request.routed : len(prompt) // 4 + request.done - 1]
+            request.routed += len(routed)
+        self.mailbox.put(id_, ItemKind.DONE if finish else ItemKind.CHUNK, chunk, routed)
 
     def _with_mask(self, chunk: TokenChunk, begin: int) -> TokenChunk:
         """Add the sampling mask of tokens from output position ``begin`` on."""
@@ -406,4 +431,5 @@ class FakeEngine:
             max_loaded_loras=self.max_loras,
             sleep_tags=SLEEP_TAGS,
             hidden_size=self.hidden_size,
+            routed_experts=self.routed,
         )

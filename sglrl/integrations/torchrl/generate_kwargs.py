@@ -121,10 +121,9 @@ def split(values: dict[str, Any]) -> tuple[dict[str, Any], SamplingParams]:
     values = understood(values)
     call: dict[str, Any] = {name: values.pop(name) for name in _CALL_ARGUMENTS if name in values}
     params = from_kwargs(values)
-    if params.return_sampling_mask:
-        raise InvalidRequest("return_sampling_mask: TorchRL's output has no place for it")
-    if params.return_hidden_states:
-        raise InvalidRequest("return_hidden_states: TorchRL's output has no place for it")
+    for name in ("return_sampling_mask", "return_routed_experts", "return_hidden_states"):
+        if getattr(params, name):
+            raise InvalidRequest(f"{name}: TorchRL's output has no place for it")
     if len(params.token_ids_logprob):
         raise InvalidRequest("token_ids_logprob: TorchRL's output has no place for it")
     return call, params

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from sglang.srt.managers.io_struct import (
 )
 
 from sglrl.errors import InvalidRequest, UnknownAdapter
+from sglrl.inference.routed_experts import NO_EXPERTS, check_begin
 from sglrl.wire.calls import ItemKind, Load
 from sglrl.wire.engine import (
     EngineInfo,
@@ -45,8 +46,10 @@ from .commands import PauseCommand, Report, Resume, SleepCommand
 from .draining import Draining
 from .lora_calls import LoraArgs, LoraCalls
 from .next_token import Rows
+from .patches import routed_experts
 from .reports import engine_info, engine_stats
 from .request_table import RequestTable
+from .routed_rows import RoutedRows
 from .tracked_request import MASKS_TOO_LARGE, TrackedRequest, Versions
 
 logger = logging.getLogger("sglrl.worker")
@@ -88,6 +91,9 @@ class Adapter(RequestTable):
         scheduler = self.scheduler
         check_top(args.top_logprobs, scheduler.model_config.vocab_size)
         params, wanted = self.samplings.get(bytes(args.sampling), args.stream)
+        if wanted.experts and routed_experts.shape() is None:
+            raise InvalidRequest(NO_EXPERTS)
+        check_begin(args)
         begun = convert.token_array(args.resume)
         asked = convert.generate_request(id_, args, params, self._priority(args), wanted)
         more = {"given": len(wanted.token_ids), "hidden": wanted.hidden}
@@ -100,6 +106,9 @@ class Adapter(RequestTable):
         request.sent = request.resumed = len(begun)
         if wanted.mask:
             request.masks = {}
+        if wanted.experts:
+            begin, prompt = args.routed_from + args.resume_rows, len(args.input_ids) // 4
+            request.routed = RoutedRows(begin, prompt)
         self.requests[id_] = request
 
     def _track(self, asked: Any, args: Tokens, top: int, **values: Any) -> TrackedRequest:
@@ -288,8 +297,7 @@ class Adapter(RequestTable):
             kind, error, text = convert.end_of(output.finished_reasons[i])
             if kind == ItemKind.CHUNK:
                 if len(output.output_ids[i]):
-                    for chunk in self._chunks(request, output, i):
-                        mailbox.put(id_, kind, chunk)
+                    self._return(id_, request, output, i, kind)
                 continue
             if id_ in self.returned:
                 self.returned.discard(id_)
@@ -384,12 +392,26 @@ class Adapter(RequestTable):
             )
         )
 
-    def _return(self, id_: int, request: TrackedRequest, output: Any, i: int) -> None:
-        """Send the last tokens of a request."""
+    def _return(
+        self,
+        id_: int,
+        request: TrackedRequest,
+        output: Any,
+        i: int,
+        kind: int = ItemKind.DONE,
+    ) -> None:
+        """Send new tokens of a request, the last ones unless ``kind`` is CHUNK."""
         *chunks, last = self._chunks(request, output, i)
         for chunk in chunks:
             self.mailbox.put(id_, ItemKind.CHUNK, chunk)
-        self.mailbox.put(id_, ItemKind.DONE, last)
+        rows = None if request.routed is None else request.routed.take(request.sent)
+        self.mailbox.put(id_, kind, last, rows)
+
+    def routed(self, request: Any, at: int, rows: NDArray[Any]) -> None:
+        """Take the routed experts of tokens of SGLang's request, from position ``at`` on."""
+        known = self.requests.get(convert.call_id(request.rid))
+        if known is not None and known.routed is not None:
+            known.routed.add(at, rows, partial(routed_experts.cached, self.scheduler, request))
 
     @staticmethod
     def _chunks(request: TrackedRequest, output: Any, i: int) -> list[TokenChunk]:

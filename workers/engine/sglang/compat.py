@@ -128,6 +128,13 @@ def clear_kv_cache(scheduler: Any) -> None:
         scheduler.req_to_token_pool.reset_aux_cache_allocator()
 
 
+def pool_index(request: Any) -> int:
+    """Return the row of ``req_to_token`` that a running request has."""
+    # From 0.5.19 on, ``kv`` has it.
+    holder = request if hasattr(request, "req_pool_idx") else request.kv
+    return int(holder.req_pool_idx)
+
+
 def begin_weight_update(runner: Any) -> None:
     """Prepare quantized layers for new weights. Only SGLang 0.5.21 and later need this."""
     updater: Any = getattr(runner, "weight_updater", None)

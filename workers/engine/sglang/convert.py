@@ -69,12 +69,14 @@ class Wanted(NamedTuple):
         logprobs_mode, mask: see ``commands.Report``.
         token_ids: the tokens whose logprobs are wanted at each position.
         hidden: the hidden states are wanted.
+        experts: the routed experts are wanted.
     """
 
     logprobs_mode: str = SCALED_LOGPROBS
     mask: bool = False
     token_ids: tuple[int, ...] = ()
     hidden: bool = False
+    experts: bool = False
 
     @property
     def report(self) -> bool:
@@ -132,7 +134,13 @@ def _wanted(s: Sampling, deterministic: bool) -> Wanted:
             'return_sampling_mask and logprobs_mode="processed_logprobs" do not work with '
             "enable_deterministic_inference or rl_on_policy_target"
         )
-    return Wanted(mode, s.return_sampling_mask, s.token_ids_logprob, s.return_hidden_states)
+    return Wanted(
+        mode,
+        s.return_sampling_mask,
+        s.token_ids_logprob,
+        s.return_hidden_states,
+        s.return_routed_experts,
+    )
 
 
 def sampling_params(s: Sampling, interval: int, tokenizer: Any, vocab_size: int) -> SamplingParams:

@@ -240,6 +240,10 @@ KNOWN: Final[dict[str, dict[str, str]]] = {
         "04297759b14d2fdd": "0.5.17",
         "b22495dbb10d38f4": "0.5.23",
     },
+    "sglang.srt.managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor._maybe_collect_routed_experts": {
+        "d5129896884dfd79": "0.5.17 to 0.5.18",
+        "0a42f229acf94e72": "0.5.19 to 0.5.23",
+    },
     "sglang.srt.managers.scheduler_components.batch_result_processor:SchedulerBatchResultProcessor._maybe_update_reasoning_tokens": {
         "633130f54d2eda5e": "0.5.17 to 0.5.19",
         "8ddb48fd1208a1ca": "0.5.23",
@@ -345,6 +349,40 @@ KNOWN: Final[dict[str, dict[str, str]]] = {
         "9bad4f4a9d3342f6": "0.5.20",
         "182967d8945861a1": "0.5.21",
         "48352e06affec043": "0.5.22 to 0.5.23",
+    },
+    "sglang.srt.state_capturer.base:BaseHostCache": {
+        "734dae1a5084f1da": "0.5.17 to 0.5.19",
+        "dcde3e30439b578d": "0.5.20 to 0.5.23",
+    },
+    "sglang.srt.state_capturer.base:BaseTopkCapturer.get_topk": {
+        "b8c0ee25de027064": "0.5.17 to 0.5.23",
+    },
+    "sglang.srt.state_capturer.base:BaseTopkCapturer.on_forward_end": {
+        "fd77ad70640d5781": "0.5.17",
+        "91c7a85d21e49199": "0.5.18 to 0.5.20",
+        "0a38d0e68ca93201": "0.5.21",
+        "e289e633c1082b48": "0.5.22 to 0.5.23",
+    },
+    "sglang.srt.state_capturer.base:TopkCaptureOutput": {
+        "3c54909c6ea6e963": "0.5.17 to 0.5.23",
+    },
+    "sglang.srt.state_capturer.routed_experts:RoutedExpertsCapturer.__init__": {
+        "957a611caa58a06a": "0.5.17 to 0.5.18",
+        "5b505564668a5480": "0.5.19 to 0.5.21",
+        "40d769cb2c2c22a1": "0.5.22 to 0.5.23",
+    },
+    "sglang.srt.state_capturer.routed_experts:RoutedExpertsCapturer._get_local_slice": {
+        "e86a933ecf458b73": "0.5.17 to 0.5.18",
+        "3dbd8eea028e0e9e": "0.5.19 to 0.5.23",
+    },
+    "sglang.srt.state_capturer.routed_experts:RoutedExpertsCapturer.create": {
+        "58c2839c3283fae2": "0.5.17",
+        "e8848f42908e4ea5": "0.5.18 to 0.5.22",
+        "fbb20d7e22035fb7": "0.5.23",
+    },
+    "sglang.srt.state_capturer.routed_experts:get_global_experts_capturer": {
+        "b2fa062196a43c98": "0.5.17 to 0.5.18",
+        "c50f678620f25ea3": "0.5.19 to 0.5.23",
     },
     "sglang.srt.utils.common:parse_lscpu_topology": {
         "6990bca3a48cf0e0": "0.5.17 to 0.5.23",

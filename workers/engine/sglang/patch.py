@@ -42,7 +42,7 @@ class Patch:
         exact: the kernels and the rounding of SGLang's results do not change.
         device: "cpu" or "cuda" if the patch is for this device only.
         single_rank: the patch is for ``tp_size=1`` only.
-        lora: the patch is for engines that take adapters only.
+        argument: the patch is only for engines with this argument of SGLang.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Patch:
     exact: bool = True
     device: str = ""
     single_rank: bool = False
-    lora: bool = False
+    argument: str = ""
 
     def unknown(self, folder: Path) -> str:
         """Return why this SGLang's source is not known to fit, or "" if it is.
@@ -102,8 +102,8 @@ class Setup:
             return f"only for {patch.device}"
         if patch.single_rank and self.server_args.tp_size > 1:
             return "only for tp_size=1"
-        if patch.lora and not self.server_args.enable_lora:
-            return "only with enable_lora"
+        if patch.argument and not getattr(self.server_args, patch.argument):
+            return f"only with {patch.argument}"
         if not patch.acceleration:
             return ""
         if self.accelerations is not None and patch.name not in self.accelerations:

@@ -18,6 +18,7 @@ _RUNNER: Final = "sglang.srt.model_executor.model_runner:ModelRunner"
 _FORWARD_BATCH: Final = "sglang.srt.model_executor.forward_batch_info:ForwardBatch"
 _CACHE: Final = "sglang.srt.mem_cache"
 _LORA: Final = "sglang.srt.lora"
+_CAPTURE: Final = "sglang.srt.state_capturer"
 _GRAMMAR: Final = "sglang.srt.constrained.xgrammar_backend"
 
 PATCHES: Final = (
@@ -41,7 +42,7 @@ PATCHES: Final = (
         why="SGLang's adapters allocate pinned memory on a CPU, which needs a CUDA driver",
         module="patches.cpu_lora",
         device="cpu",
-        lora=True,
+        argument="enable_lora",
         wraps=(
             f"{_LORA}.lora_manager:LoRAManager.init_state",
             f"{_LORA}.backend.torch_backend:TorchNativeLoRABackend.prepare_lora_batch",
@@ -103,6 +104,25 @@ PATCHES: Final = (
         module="patches.score_temperature",
         wraps=("sglang.srt.layers.logprob_processor:InputLogprobProcessor.forward",),
         reads=("sglang.srt.layers.logprob_processor:InputLogprobProcessor._forward_by_chunk",),
+    ),
+    Patch(
+        name="routed_experts",
+        why="SGLang returns routed experts of a second prefill, and pins memory on a CPU",
+        module="patches.routed_experts",
+        argument="enable_return_routed_experts",
+        wraps=(
+            f"{_CAPTURE}.base:BaseHostCache",
+            f"{_CAPTURE}.base:BaseTopkCapturer.on_forward_end",
+            f"{_CAPTURE}.routed_experts:RoutedExpertsCapturer.create",
+        ),
+        reads=(
+            f"{_CAPTURE}.base:BaseTopkCapturer.get_topk",
+            f"{_CAPTURE}.base:TopkCaptureOutput",
+            f"{_CAPTURE}.routed_experts:RoutedExpertsCapturer.__init__",
+            f"{_CAPTURE}.routed_experts:RoutedExpertsCapturer._get_local_slice",
+            f"{_CAPTURE}.routed_experts:get_global_experts_capturer",
+            f"{_RESULTS}._maybe_collect_routed_experts",
+        ),
     ),
     Patch(
         name="undrawable_tokens",
@@ -182,7 +202,7 @@ PATCHES: Final = (
         name="lora",
         why="SGLang cannot replace an adapter while requests use it",
         module="lora",
-        lora=True,
+        argument="enable_lora",
         wraps=(),
         reads=(
             f"{_BATCH}:Req.__init__",

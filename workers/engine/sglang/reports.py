@@ -9,6 +9,7 @@ from typing import Any
 from sglrl.wire.engine import EngineInfo, EngineStats
 
 from . import compat
+from .patches import routed_experts
 from .request_table import RequestTable
 
 
@@ -68,5 +69,6 @@ def engine_info(
         accelerations=accelerations,
         tokenizer=args.tokenizer_path or "",
         sleep_tags=scheduler.sglrl_sleep.possible,
+        routed_experts=routed_experts.shape(),
         **adapters,
     )

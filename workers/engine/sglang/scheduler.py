@@ -48,7 +48,7 @@ from .commands import (
     WeightCommand,
 )
 from .no_tokenizer import NoTokenizer
-from .patches import sampling_reports, score_temperature
+from .patches import routed_experts, sampling_reports, score_temperature
 from .patches.undrawable_tokens import end_undrawable
 from .sleep import Sleep
 from .weights import SglangWeights
@@ -358,6 +358,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         result.sglrl_loras = self.sglrl_loras
         result.sglrl_launch = self._sglrl_launches
         result.sglrl_rows = self.sglrl_adapter and self.sglrl_adapter.next_tokens.take()
+        routed_experts.attach(batch, result)
         return result
 
     def process_batch_result(self, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
@@ -379,6 +380,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         end_undrawable(batch, result, version)
         if self.sglrl_adapter is not None:
             sampling_reports.collect(batch, result, self.sglrl_adapter)
+        routed_experts.collect(self, batch, result)
         returned = super().process_batch_result(batch, result, *args, **kwargs)
         if self.sglrl_adapter is not None:
             # Count progress before the prefill ends, so that no heartbeat reports only its end.

@@ -7,6 +7,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from .routed_rows import RoutedRows
+
 _NOTHING: Final = np.zeros(0, "<i4")
 MOST_MASK_IDS: Final = 1 << 24
 """Maximum size of the sampling masks of one call (64 MiB): for 4,096 tokens, 4,096 ids each."""
@@ -34,6 +36,7 @@ class TrackedRequest:
     masks: for each position that was not reported, the tokens that could be drawn. None: they are
         not wanted.
     mask_ids: the number of all these tokens so far.
+    routed: its routed experts. None: they are not wanted.
     lora: SGLang's id of its adapter, or None.
     unloaded: the error if its adapter was unloaded, or "".
     """
@@ -48,6 +51,7 @@ class TrackedRequest:
         "masks",
         "prefills",
         "resumed",
+        "routed",
         "score_start",
         "sent",
         "top",
@@ -80,6 +84,7 @@ class TrackedRequest:
         self.prefills: list[tuple[int, Versions]] = []
         self.masks: dict[int, NDArray[np.int32]] | None = None
         self.mask_ids = 0
+        self.routed: RoutedRows | None = None
 
     def prefilled(self, begin: int, version: Versions) -> None:
         """Record a forward pass of the prompt from position ``begin``.

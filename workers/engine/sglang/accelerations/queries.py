@@ -115,6 +115,8 @@ class Queries:
             and arguments.pp_size == 1
             and arguments.ep_size == 1
             and not arguments.enable_dp_attention
+            # These steps would leave tokens in the prefix cache without their routed experts.
+            and not arguments.enable_return_routed_experts
         )
 
     def run(self, requests: list[Any]) -> list[Any]:

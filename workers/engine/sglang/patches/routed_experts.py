@@ -1,0 +1,148 @@
+"""Return the routed experts of a request's tokens, each from the pass that computed it first.
+
+SGLang (0.5.17 to 0.5.23) keeps the experts of each token beside its KV cache, in host memory, and
+looks them up when a request ends. A request that is retracted, or that moves to another worker, has
+the experts of its second prefill by then. Here the experts of each step are collected with its
+result. The host memory serves tokens that come from the prefix cache.
+
+SGLang's host memory is pinned, which needs a CUDA driver, and int32. 0.5.17 also copies from a
+buffer that the next step may have overwritten by then.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from sglang.srt.runtime_context import get_schedule
+from sglang.srt.state_capturer.base import BaseHostCache, BaseTopkCapturer
+from sglang.srt.state_capturer.routed_experts import (
+    RoutedExpertsCapturer,
+    get_global_experts_capturer,
+)
+
+from sglrl.errors import UsageError
+from sglrl.wire.engine import RoutedShape
+
+from .. import compat
+from ..patch import Setup
+from .undrawable_tokens import await_step
+
+_COUNTS: Final = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""Names of the number of experts in a model's configuration."""
+_WIRE: Final = {torch.uint8: "|u1", torch.int16: "<i2"}
+
+_dtype = torch.int16
+"""Of all expert ids of this process's model."""
+
+
+def install(setup: Setup) -> None:
+    """Patch SGLang's capturer of routed experts."""
+    create = RoutedExpertsCapturer.create
+
+    def checked(*, model: Any, model_config: Any, **kwargs: Any) -> Any:
+        global _dtype
+        config = model_config.hf_text_config
+        if not getattr(config, "num_experts_per_tok", None):
+            raise UsageError(
+                "enable_return_routed_experts=True needs a mixture of experts, and this model "
+                "has none: leave the argument out"
+            )
+        if (get_schedule().chunked_prefill_size or 0) <= 0:
+            # SGLang's buffer has room for as many tokens.
+            raise UsageError("enable_return_routed_experts=True needs chunked_prefill_size above 0")
+        _dtype = smallest_dtype([getattr(config, name, None) for name in _COUNTS])
+        return create(model=model, model_config=model_config, **kwargs)
+
+    RoutedExpertsCapturer.create = staticmethod(checked)
+    RoutedExpertsCapturer.on_forward_end = _on_forward_end
+    BaseHostCache.__init__ = _allocate
+    # SGLang's own function, from 0.5.20 on, unregisters pinned memory.
+    BaseHostCache.destroy = _destroy
+
+
+def smallest_dtype(counts: list[Any]) -> torch.dtype:
+    """Return the dtype of expert ids, of the first known number of experts."""
+    count = next((count for count in counts if isinstance(count, int)), None)
+    return torch.uint8 if count is not None and count <= 256 else torch.int16
+
+
+def _allocate(
+    self: Any, num_tokens: int, num_layers: int, topk_size: int, name: str, device: str = ""
+) -> None:
+    self.buffer = torch.zeros((num_tokens, num_layers, topk_size), dtype=_dtype, device="cpu")
+    self.num_tokens = num_tokens
+    self.num_layers = num_layers
+    self.topk_size = topk_size
+    self.name = name
+    self._log_allocation()
+
+
+def _destroy(self: Any) -> None:
+    self.buffer = None
+
+
+def _on_forward_end(
+    self: Any,
+    forward_batch: Any,
+    can_run_graph: bool,
+    cuda_graph_batch: int | None,
+    no_copy_to_cpu: bool = False,
+) -> Any:
+    """Return the experts of a step, also where SGLang would write them into its memory at once."""
+    output = BaseTopkCapturer.on_forward_end(
+        self, forward_batch, can_run_graph, cuda_graph_batch, no_copy_to_cpu=True
+    )
+    # Copies, because the next step overwrites the buffers.
+    output.topk = output.topk.to(_dtype)
+    output.out_cache_loc = output.out_cache_loc.clone()
+    if not no_copy_to_cpu:
+        output.map_device_tensors(torch.Tensor.cpu)
+    return output
+
+
+def shape() -> RoutedShape | None:
+    """Return the shape of a token's row, or None if the engine does not capture experts."""
+    capturer = get_global_experts_capturer()
+    if capturer is None:
+        return None
+    return RoutedShape(capturer.num_layers, capturer.topk_size, _WIRE[_dtype])
+
+
+def attach(batch: Any, result: Any) -> None:
+    """Record which tokens a launched prefill computes."""
+    if batch.forward_mode.is_extend():
+        result.sglrl_spans = [*zip(batch.prefix_lens, batch.extend_lens, strict=True)]
+
+
+def collect(scheduler: Any, batch: Any, result: Any) -> None:
+    """Keep the experts of a step, and give them to the adapter if this rank has it.
+
+    Call before SGLang processes the step.
+    """
+    output = getattr(result, "routed_experts_output", None)
+    if output is None:
+        return
+    await_step(result)
+    output.finalize()
+    result.routed_experts_output = None
+    adapter = scheduler.sglrl_adapter
+    if adapter is None:
+        return
+    rows, at = output.topk.numpy(), 0
+    spans = getattr(result, "sglrl_spans", None)
+    for i, request in enumerate(batch.reqs):
+        if spans is None:
+            begin, count = len(request.origin_input_ids) + len(request.output_ids) - 1, 1
+        else:
+            begin, count = spans[i]
+        own, at = rows[at : at + count], at + count
+        # SGLang discards the tokens of these requests. The next pass computes them again.
+        if not (request.finished() or request.is_retracted):
+            adapter.routed(request, begin, own)
+
+
+def cached(scheduler: Any, request: Any, begin: int, end: int) -> Any:
+    """Return the rows of tokens in the KV cache: [end - begin, layers, k]."""
+    at, pool = compat.pool_index(request), scheduler.req_to_token_pool
+    return get_global_experts_capturer().get_topk(at, end + 1, pool, begin).numpy()

@@ -1,0 +1,61 @@
+"""The routed experts of a request that were not sent yet."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Rows = NDArray[Any]
+"""uint8 or int16 [tokens, layers, k]."""
+
+
+class RoutedRows:
+    """Rows of routed experts, one for each position of prompt and output from ``begin`` on.
+
+    The first row that is added for a position stays.
+
+    Attributes:
+        prompt: tokens of the prompt.
+    """
+
+    __slots__ = ("_end", "_rows", "prompt")
+
+    def __init__(self, begin: int, prompt: int) -> None:
+        self.prompt = prompt
+        self._end = begin
+        """The first position without a row."""
+        self._rows: list[Rows] = []
+
+    def add(self, at: int, rows: Rows, cached: Callable[[int, int], Rows]) -> None:
+        """Add the rows that a step has computed, from position ``at`` on.
+
+        Args:
+            cached: returns the rows of positions that were in the KV cache before the step.
+        """
+        if self._end < at:
+            self._rows.append(cached(self._end, at))
+            self._end = at
+        new = rows[self._end - at :]
+        if len(new):
+            self._rows.append(new)
+            self._end += len(new)
+
+    def take(self, tokens: int) -> Rows | None:
+        """Return the rows before the last of ``tokens`` output tokens, which were not returned yet.
+
+        The last token has no row: no step has had it as input.
+
+        Returns:
+            None if there is no such row.
+        """
+        if not self._rows:
+            return None
+        rows = self._rows[0] if len(self._rows) == 1 else np.concatenate(self._rows)
+        count = len(rows) - max(0, self._end - (self.prompt + tokens - 1))
+        if count <= 0:
+            return None
+        self._rows = [rows[count:]] if count < len(rows) else []
+        return rows[:count]
