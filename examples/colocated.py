@@ -49,15 +49,12 @@ def train(model, optimizer, groups):
 
 def used():
     """Return the memory in use on the GPU, by all processes, in GB."""
-    if DEVICE == "cpu":
-        return 0.0
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
+    free, total = torch.cuda.mem_get_info() if DEVICE == "cuda" else (0, 0)
     return (total - free) / 1e9
 
 
 async def main(steps):
-    torch.manual_seed(0)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).to(DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
     options = {"group_size": SAMPLES, "batch_size": GROUPS, "max_staleness": 0, "keep": has_signal}

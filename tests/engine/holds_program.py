@@ -45,6 +45,7 @@ class Rank:
             tp_worker=SimpleNamespace(model_runner=SimpleNamespace(sglrl_pages=None)),
             sglrl_version=1,
             sglrl_new_keys=lambda: None,
+            sglrl_filled=lambda: None,
         )
         self.engine = SglangWeights(self.scheduler, torch.device("cpu"), 0)
         self.engine.channel = SimpleNamespace(committed=self._committed)  # type: ignore[assignment]

@@ -79,10 +79,11 @@ def allowed(logprobs: np.ndarray, how: dict[str, Any], margin: float) -> set[int
     order = np.argsort(-logprobs, kind="stable")
     probs = np.exp(logprobs[order])
     before = probs.cumsum() - probs
-    keep = before <= how.get("top_p", 1.0) + margin
+    # Tokens as likely as the last one may take its place, here and below.
+    least = probs[before <= how.get("top_p", 1.0) + margin][-1]
+    keep = probs >= least - margin
     keep &= probs >= how.get("min_p", 0.0) * probs[0] - margin
     top_k = int(how.get("top_k", len(probs)))
-    # Tokens as likely as the last one may take its place.
     keep &= probs >= probs[top_k - 1] - margin
     return set(order[keep].tolist())
 
