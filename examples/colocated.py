@@ -49,7 +49,6 @@ def train(model, optimizer, groups):
 
 def used():
     """Return the memory in use on the GPU, by all processes, in GB."""
-    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info() if DEVICE == "cuda" else (0, 0)
     return (total - free) / 1e9
 
@@ -66,6 +65,7 @@ async def main(steps):
             groups = await run.take(GROUPS, timeout=120)
             await client.sleep(keep_weights=False)  # the trainer sends new ones
             await asyncio.to_thread(train, model, optimizer, groups)
+            torch.cuda.empty_cache()  # the engine needs this memory
             asleep = used()
             await client.wake(["weights"])
             await client.update_weights(model)

@@ -308,8 +308,7 @@ class Pool:
         """
         self._check_open()
         self.driver.check_loop()
-        if self._supervisor.held:
-            raise UsageError("no worker starts while the engines are asleep; call wake first")
+        self._check_awake()
         members = self.driver.fabric.members
         present = [
             birth
@@ -319,6 +318,7 @@ class Pool:
         births = self._more(n, present)
         await self._launcher.prepare(self._supervisor.next_births(births))
         self._check_open()
+        self._check_awake()
         workers: list[Worker] = []
         try:
             for birth in births:
@@ -419,6 +419,10 @@ class Pool:
     def _check_open(self) -> None:
         """Raise ``Closed`` if the pool has not been started or was closed."""
         self.driver.fabric.check_open()
+
+    def _check_awake(self) -> None:
+        if self._supervisor.held:
+            raise UsageError("no worker starts while the engines are asleep; call wake first")
 
     def _is_up(self, index: int) -> bool:
         return self.driver.fabric.members[index].state in (SYNCING, STALE, READY, DRAINING)

@@ -325,7 +325,8 @@ class Supervisor(DriverListener):
                 if worker.restart_in is not None:
                     self._not_replaced(worker, error)
             else:
-                return worker.restart_in is not None
+                if not self.held:
+                    return worker.restart_in is not None
         return False
 
     def _not_replaced(self, worker: Worker, error: WorkerStartError) -> None:

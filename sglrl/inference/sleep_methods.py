@@ -45,8 +45,8 @@ class SleepMethods(ClientBase):
         Raises:
             UsageError: the engines cannot give this back.
             DeadlineExceeded: an engine does not sleep yet. Call ``wake``, or ``sleep`` again.
-            UpdateInProgress: another update or copy of the weights was still running. No engine
-                sleeps.
+            UpdateInProgress: an update or copy of the weights was still running. This call has
+                changed nothing.
             EngineError: a host has too little memory to keep the weights. Call ``wake``.
         """
         self._running(urgent=True)
@@ -69,7 +69,7 @@ class SleepMethods(ClientBase):
             timeout: seconds from this call until all engines must be awake.
 
         Raises:
-            EngineError: a GPU has too little free memory. The engines sleep on, and this may be
+            EngineError: a GPU has too little free memory. Its engine stays asleep, and this may be
                 called again.
             DeadlineExceeded: an engine is not awake yet.
         """

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AsyncExitStack
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterable
 from typing import Final, Protocol
 
 from ..actors.actor import Actor as _Actor
 from ..actors.actor import EndpointSpec, endpoint, endpoints_of
 from ..config import check_timeout
 from ..core.driver_listener import DriverListener
-from ..core.members import STARTING, SYNCING
+from ..core.members import DRAINING, STALE, STARTING, SYNCING
 from ..driver.driver import Driver
 from ..errors import DeadlineExceeded, UsageError
 from ..weights.channel import WeightChannel
@@ -77,7 +78,14 @@ class PoolSleeping(DriverListener):
 
     def __init__(self, pool: SleepingPool) -> None:
         self._pool = pool
+        self._turn = asyncio.Lock()
+        """Held by each ``sleep`` and ``wake``."""
+        self._target: set[str] = set()
+        """What engines shall have given back: the state that was sent last."""
         self._asleep: set[str] = set()
+        """What an engine may have given back. Larger than ``_target`` if a ``wake`` has failed."""
+        self._idle = False
+        """Whether all engines have confirmed that they sleep, so that no request runs."""
         self._kept = True
         """Whether weights that are asleep are kept."""
         self._has_slept = False
@@ -95,33 +103,51 @@ class PoolSleeping(DriverListener):
         if not keep_weights and "weights" in wanted:
             # Weights that cannot be updated would never return.
             await self._pool.weights.describe(deadline.left)
-        if self._asleep:
-            # No request runs.
-            inflight = "retract"
-        self._pool.hold_replacements(True)
-        try:
-            await self._until_started(deadline)
-            async with AsyncExitStack() as stack:
-                if "weights" in wanted - self._asleep:
-                    await stack.enter_async_context(self._pool.weights.at_rest(deadline))
-                    self._kept = keep_weights
-                    self._pool.weights.sleep(kept=keep_weights)
-                self._asleep |= wanted
-                self._has_slept = True
-                await self._tell_all(inflight, deadline)
-        finally:
-            if not self._asleep:
-                self._pool.hold_replacements(False)
+        async with self._in_turn(deadline):
+            self._pool.hold_replacements(True)
+            try:
+                await self._until_all_serve(deadline)
+                # An update uses memory that every sleep frees.
+                async with self._pool.weights.at_rest(deadline):
+                    if "weights" in wanted - self._asleep:
+                        self._kept = keep_weights
+                        self._pool.weights.sleep(kept=keep_weights)
+                    self._target |= wanted
+                    self._asleep |= wanted
+                    self._has_slept = True
+                    # Engines that sleep hold back all requests, so they cannot drain.
+                    await self._tell_all("retract" if self._idle else inflight, deadline)
+                self._idle = True
+            finally:
+                if not self._asleep:
+                    self._pool.hold_replacements(False)
 
     async def wake(self, tags: Iterable[str] | None, timeout: float | None) -> None:
         wanted = set(SLEEP_TAGS) if tags is None else self._checked(tags)
         deadline = Deadline(check_timeout(timeout))
-        self._asleep -= wanted
-        await self._tell_all("retract", deadline)
-        if "weights" not in self._asleep:
-            self._pool.weights.wake()
-        if not self._asleep:
-            self._pool.hold_replacements(False)
+        async with self._in_turn(deadline):
+            self._target -= wanted
+            await self._tell_all("retract", deadline)
+            self._asleep = set(self._target)
+            if "weights" not in self._asleep:
+                self._pool.weights.wake()
+            if not self._asleep:
+                self._idle = False
+                self._pool.hold_replacements(False)
+
+    @contextlib.asynccontextmanager
+    async def _in_turn(self, deadline: Deadline) -> AsyncIterator[None]:
+        try:
+            async with deadline.limit():
+                await self._turn.acquire()
+        except TimeoutError:
+            raise DeadlineExceeded(
+                f"another sleep or wake was still running after {deadline}; nothing has changed"
+            ) from None
+        try:
+            yield
+        finally:
+            self._turn.release()
 
     def before_serving(self, worker: int) -> None:
         # This wakes a worker, too: it may have been away when the others woke up.
@@ -134,9 +160,7 @@ class PoolSleeping(DriverListener):
         Raises:
             UsageError: the engines cannot give this back.
         """
-        if isinstance(tags, str):
-            raise UsageError(f'tags must be a sequence such as ("kv_cache",), got {tags!r}')
-        wanted = set(tags)
+        wanted = set(tag_list(tags))
         if unknown := sorted(map(str, wanted - set(SLEEP_TAGS))):
             raise UsageError(f"tags must be of {SLEEP_TAGS}, got {unknown}")
         engine = self._pool.engine
@@ -151,20 +175,32 @@ class PoolSleeping(DriverListener):
         return wanted
 
     def _state(self, inflight: str) -> tuple[tuple[str, ...], str, bool]:
-        return tuple(sorted(self._asleep)), inflight, self._kept
+        return tuple(sorted(self._target)), inflight, self._kept
 
     async def _tell_all(self, inflight: str, deadline: Deadline) -> None:
         limit = None if deadline.seconds == float("inf") else deadline.left
         await ask_all(self._pool.driver, _SLEEP, self._state(inflight), timeout=limit)
 
-    async def _until_started(self, deadline: Deadline) -> None:
-        """Wait until no worker is starting: it would take memory while the others sleep."""
+    async def _until_all_serve(self, deadline: Deadline) -> None:
+        """Wait until no worker is in another state: it would keep memory, or take some."""
         driver = self._pool.driver
         try:
             async with deadline.limit():
-                while any(m.state in (STARTING, SYNCING) for m in driver.fabric.members.values()):
+                while others := [
+                    f"{m.index} is {m.state}"
+                    for m in driver.fabric.members.values()
+                    if m.state in (STARTING, SYNCING, STALE, DRAINING)
+                ]:
                     await driver.change()
         except TimeoutError:
             raise DeadlineExceeded(
-                f"a worker was still starting after {deadline}; no engine sleeps"
+                f"not every worker can sleep after {deadline}: {', '.join(others)}; nothing has "
+                "changed"
             ) from None
+
+
+def tag_list(tags: Iterable[str]) -> list[str]:
+    """Return the tags as a list. Raise ``UsageError`` for a text."""
+    if isinstance(tags, str):
+        raise UsageError(f'tags must be a sequence such as ("kv_cache",), got {tags!r}')
+    return list(tags)

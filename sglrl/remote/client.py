@@ -16,6 +16,7 @@ from ..driver.driver import Driver
 from ..errors import UnknownAdapter
 from ..inference.adapters import LoraInfo
 from ..inference.client import Client
+from ..inference.sleeping import tag_list
 from ..weights.deadline import Deadline, turn
 from ..weights.update_report import UpdateReport
 from ..weights.update_request import UpdateRequest
@@ -54,11 +55,11 @@ class _RemoteSleeping:
     async def sleep(
         self, tags: Iterable[str], inflight: str, keep_weights: bool, timeout: float | None
     ) -> None:
-        given = list(tags), inflight, keep_weights, timeout
+        given = tag_list(tags), inflight, keep_weights, timeout
         await self._pool.ask("sleep", *given, timeout=a_bit_more(timeout))
 
     async def wake(self, tags: Iterable[str] | None, timeout: float | None) -> None:
-        given = None if tags is None else list(tags)
+        given = None if tags is None else tag_list(tags)
         await self._pool.ask("wake", given, timeout, timeout=a_bit_more(timeout))
 
 

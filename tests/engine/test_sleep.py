@@ -14,7 +14,16 @@ import pytest_asyncio
 
 import sglrl
 
-from .policies import NORM, PROMPTS, Lab, Policies, until_draining, until_idle, until_running
+from .policies import (
+    NORM,
+    PROMPTS,
+    Lab,
+    Policies,
+    phase_held,
+    until_draining,
+    until_idle,
+    until_running,
+)
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -153,6 +162,8 @@ async def test_lost_weights_come_with_the_next_update(lab: Lab) -> None:
             await refused
     await client.wake(["weights"])
     await check_asleep(lab, "kv_cache")
+    with pytest.raises(sglrl.InvalidRequest, match="the weights were not kept"):
+        await client.get_weights([NORM])
     with pytest.raises(sglrl.WeightUpdateError, match="send all of them"):
         await client.update_weights({NORM: policy.state_dict()[NORM]}, partial=True)
     await lab.other()
@@ -179,6 +190,26 @@ async def test_updates_between_two_sleeps(lab: Lab) -> None:
         await lab.other(mode="bucketed" if keep else "full")
         await lab.client.wake()
         lab.check_history(await call, again=True)
+    await lab.check()
+
+
+async def test_sleep_waits_for_an_update(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    client = lab.client
+    held, release = phase_held(monkeypatch, client, "commit")
+    update = asyncio.ensure_future(lab.other(mode="full"))
+    await held.wait()
+    with pytest.raises(sglrl.UpdateInProgress):
+        await client.sleep(["kv_cache"], timeout=0.3)
+    asleep = asyncio.ensure_future(client.sleep(["kv_cache"]))
+    await asyncio.sleep(0)
+    with pytest.raises(sglrl.DeadlineExceeded, match="another sleep or wake was still running"):
+        await client.wake(timeout=0.3)
+    assert {s.engine.asleep for s in await client.stats()} == {()}
+    release()
+    await update
+    await asleep
+    await check_asleep(lab, "kv_cache")
+    await client.wake()
     await lab.check()
 
 

@@ -261,6 +261,8 @@ async def test_sleep(pool: sglrl.Client, remote: sglrl.Client) -> None:
     assert (await call).output_ids.tolist() == [5, 5, 5, 5]
     with pytest.raises(sglrl.UsageError, match="inflight must be one of"):
         await remote.sleep(inflight="x")  # type: ignore[arg-type]
+    with pytest.raises(sglrl.UsageError, match="a sequence such as"):
+        await remote.sleep("kv_cache")
     with pytest.raises(sglrl.InvalidRequest, match="neither drains nor forgets"):
         await remote.sleep(inflight="drain")
     await remote.wake()

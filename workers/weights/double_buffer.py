@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from sglrl.errors import EngineError
+
 from .host_copy import HostCopy, Ranges
 
 SPARE_BYTES = 1 << 30
@@ -100,10 +102,12 @@ class Pages(ABC):
             kept: the parts of the live memory to copy to the memory of the host.
 
         Raises:
-            EngineError: the host has too little memory for ``kept``. Nothing was freed.
+            EngineError: the host has too little memory for ``kept``, or a thread is ``reading``.
+                Nothing was freed.
         """
         with self._lock:
-            assert not self._readers
+            if self._readers:
+                raise EngineError("the weights are being copied; call again later")
             self._host.save(self.live, kept)
             self._free()
             self.fresh = True
@@ -331,8 +335,13 @@ class _CudaPages(Pages):
 
     def _take(self) -> None:
         torch.cuda.empty_cache()
-        self._live = self._memory.create(self._size)
-        self._memory.map(self._live_at, self._size, self._live)
+        handle = self._memory.create(self._size)
+        try:
+            self._memory.map(self._live_at, self._size, handle)
+        except RuntimeError:
+            self._memory.release(handle)
+            raise
+        self._live = handle
 
     def _drop_spare(self) -> None:
         self._settle(keep=True)

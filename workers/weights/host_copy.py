@@ -77,11 +77,16 @@ class HostCopy:
                 "are free; use keep_weights=False, and update the weights after waking"
             )
         sizes = [min(_PIECE_BYTES, size - begin) for begin in range(0, size, _PIECE_BYTES)]
-        self._pieces = [_new_memory(size) for size in sizes]
-        if self._device.type == "cuda":
-            for piece in self._pieces:
-                code = torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), len(piece), 0)
-                torch.cuda.check_error(int(code))
+        try:
+            for size_of_one in sizes:
+                piece = _new_memory(size_of_one)
+                if self._device.type == "cuda":
+                    code = torch.cuda.cudart().cudaHostRegister(piece.data_ptr(), len(piece), 0)
+                    torch.cuda.check_error(int(code))
+                self._pieces.append(piece)
+        except BaseException:
+            self._free()
+            raise
         self._room = size
 
     def _free(self) -> None:

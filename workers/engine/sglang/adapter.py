@@ -220,8 +220,11 @@ class Adapter(RequestTable):
         self.incoming.append(self.profiling.stop(id_))
 
     def get_weights(self, names: list[str]) -> list[TensorValue]:
-        if "weights" in self.scheduler.sglrl_sleep.asleep:
+        sleep = self.scheduler.sglrl_sleep
+        if "weights" in sleep.asleep:
             raise InvalidRequest('the weights are asleep: await client.wake(["weights"]) first')
+        if sleep.empty:
+            raise InvalidRequest("the weights were not kept: update them first")
         assert self.scheduler.sglrl_weights is not None
         found: list[TensorValue] = self.scheduler.sglrl_weights.named(names)
         return found

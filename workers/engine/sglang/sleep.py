@@ -33,6 +33,7 @@ class Sleep:
         self._scheduler = scheduler
         self._weights = weights
         self._enabled = enabled
+        self._kv_bytes = 0
         self.asleep: set[str] = set()
         self.empty = False
 
@@ -75,19 +76,32 @@ class Sleep:
             self._weights.restore_memory()
             self.asleep.remove("weights")
         if "kv_cache" in self.asleep - wanted:
-            self._scheduler.memory_saver_adapter.resume("kv_cache")
+            self._restore_kv_cache()
             self.asleep.remove("kv_cache")
 
     def _release_kv_cache(self) -> None:
         if self._weights.device.type == "cuda":
             torch.cuda.synchronize(self._weights.device)
+            before: int = torch.cuda.mem_get_info()[0]
             self._scheduler.memory_saver_adapter.pause("kv_cache")
+            self._kv_bytes = torch.cuda.mem_get_info()[0] - before
             return
         from . import cpu
 
         cache = self._scheduler.token_to_kv_pool_allocator.get_kvcache()
         # The kernel allocates this memory again on first use.
         cpu.discard([*cache.k_buffer, *cache.v_buffer])
+
+    def _restore_kv_cache(self) -> None:
+        if self._weights.device.type == "cuda":
+            torch.cuda.empty_cache()
+            free: int = torch.cuda.mem_get_info()[0]
+            # torch_memory_saver would end this process.
+            if free < self._kv_bytes:
+                raise EngineError(
+                    f"the KV cache takes {self._kv_bytes:,} bytes of the GPU, and {free:,} are free"
+                )
+        self._scheduler.memory_saver_adapter.resume("kv_cache")
 
 
 def enable_memory_saver() -> None:
