@@ -193,7 +193,7 @@ async def test_an_aborted_call_has_the_rows_of_its_tokens() -> None:
             turn = asyncio.ensure_future(session.generate(on_chunk=lambda chunk: begun.set()))
             await begun.wait()
             await client.abort()
-            # The turn goes on from its last token.
+            # The turn continues after its last token.
             assert rows((await turn).routed_experts) == expected(65)
 
 

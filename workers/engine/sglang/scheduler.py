@@ -254,7 +254,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             self.sglrl_adapter.slept(command, error)
 
     def sglrl_filled(self) -> None:
-        """The live weights are complete: an update has replaced all of them, or some."""
+        """Go on if the weights were not kept: an update of all of them is live now."""
         if self.sglrl_sleep is not None and self.sglrl_sleep.empty:
             self.sglrl_sleep.empty = False
             self._sglrl_stop_or_go()

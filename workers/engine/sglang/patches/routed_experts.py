@@ -110,8 +110,9 @@ def shape() -> RoutedShape | None:
 
 
 def attach(batch: Any, result: Any) -> None:
-    """Record which tokens a launched prefill computes."""
-    if batch.forward_mode.is_extend():
+    """Record which tokens a launched prefill computes, if the engine captures their experts."""
+    captured = getattr(result, "routed_experts_output", None) is not None
+    if captured and batch.forward_mode.is_extend():
         result.sglrl_spans = [*zip(batch.prefix_lens, batch.extend_lens, strict=True)]
 
 
