@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
 
@@ -95,6 +96,46 @@ def check_engine_arguments(
         if name in fields:
             check_argument(name, args[name], fields[name])
     return args
+
+
+def set_deterministic(args: dict[str, Any]) -> None:
+    """Set what makes the results of a request independent of other requests, bit for bit.
+
+    Raises:
+        UsageError: the attention backend differs. Only FA3 computes the same bits when it prefills
+            tokens as when it decodes them, and a request that is retracted or continues elsewhere
+            prefills the tokens that it had decoded.
+    """
+    backend = args.setdefault("attention_backend", "fa3")
+    if backend != "fa3":
+        raise UsageError(
+            f"deterministic=True needs attention_backend='fa3', got {backend!r}: another one gives "
+            "other bits after a retraction. enable_deterministic_inference=True accepts it, and "
+            "makes results independent of the batch only"
+        )
+    for name in ("prefill_attention_backend", "decode_attention_backend"):
+        if args.get(name) not in (None, "fa3"):
+            raise UsageError(f"deterministic=True and {name}={args[name]!r} exclude each other")
+    args["enable_deterministic_inference"] = True
+
+
+def check_on_cpu(args: Mapping[str, Any]) -> None:
+    """Raise ``UsageError`` for an argument of SGLang that needs a GPU."""
+    if args.get("enable_torch_compile"):
+        raise UsageError("enable_torch_compile needs a GPU: SGLang compiles no model for a CPU")
+    if args.get("enable_deterministic_inference") or args.get("rl_on_policy_target"):
+        raise UsageError(
+            "deterministic=True and rl_on_policy_target= need a GPU: on a CPU, SGLang has no "
+            "kernels whose rounding does not depend on the batch"
+        )
+    backend = args.get("lora_backend", "torch_native")
+    if backend != "torch_native":
+        raise UsageError(f"lora_backend={backend!r} needs a GPU: use 'torch_native' on a CPU")
+    if args.get("page_size") not in (None, 1):
+        raise UsageError(
+            f"page_size={args['page_size']} needs a GPU: SGLang's published wheels have no kernel "
+            "for a CPU that allots the KV cache by pages"
+        )
 
 
 def check_dtype(dtype: object) -> str | None:

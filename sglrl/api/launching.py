@@ -37,7 +37,12 @@ from ..transport.addresses import check_address
 from ..transport.curve_keys import read_driver_keys
 from ..weights.local_sender import LocalSender
 from ..wire.processes import EngineSpec
-from .engine_arguments import check_dtype, check_engine_arguments
+from .engine_arguments import (
+    check_dtype,
+    check_engine_arguments,
+    check_on_cpu,
+    set_deterministic,
+)
 from .hub import look_up
 from .interpreter import examine, find_python
 from .lora_arguments import take_adapters
@@ -74,6 +79,7 @@ def launch(
     keep_weights: Literal["host"] | None = None,
     engine: str = "sglang",
     accelerations: bool | Sequence[str] = True,
+    deterministic: bool = False,
     allow_unknown_sglang: bool = False,
     progress: bool | None = None,
     log_dir: str | os.PathLike[str] | None = None,
@@ -152,6 +158,11 @@ def launch(
             acceleration that may change a kernel or rounding stays off too.
             ``client.info.accelerations`` names those that are on. The environment variable
             ``SGLRL_ACCELERATIONS`` ("none", or names with commas between them) replaces True.
+        deterministic: a request gives the same tokens and logprobs, bit for bit, whatever else is
+            in its batch, and also if it is retracted or continues on another worker. It needs a
+            seed or ``temperature=0``. Sets SGLang's ``enable_deterministic_inference`` and
+            ``attention_backend="fa3"``, so it needs GPUs from Ampere to Hopper, all of one kind.
+            Takes more time, and accelerations that may change rounding stay off.
         allow_unknown_sglang: start also if sglrl's corrections were not tested with the source of
             the installed SGLang. Results may be wrong.
         progress: show the start on stderr: a status line on a terminal, otherwise one line. None:
@@ -216,6 +227,8 @@ def launch(
         tp_size = engine_args.pop("tensor_parallel_size")
     positive("tp_size", tp_size)
     engine_args = check_engine_arguments(engine, engine_args, sglang)
+    if deterministic and engine == "sglang":
+        set_deterministic(engine_args)
     adapters = take_adapters(engine_args) if engine == "sglang" else {}
     dtype = check_dtype(dtype)
     wanted = check_accelerations(accelerations)
@@ -229,20 +242,12 @@ def launch(
         else:
             _check_device(device)
             groups = [None] * replicas
+        if machines is None and groups[0] is None:
+            check_on_cpu(engine_args)
         if (ep_size := engine_args.get("ep_size") or 1) > tp_size:
             raise UsageError(f"ep_size={ep_size} is more than tp_size={tp_size}")
         if engine_args.get("enable_return_hidden_states") and tp_size > 1:
             raise UsageError(f"enable_return_hidden_states needs tp_size=1, got {tp_size}")
-        if machines is None and groups[0] is None and engine_args.get("enable_torch_compile"):
-            raise UsageError("enable_torch_compile needs a GPU: SGLang compiles no model for a CPU")
-        backend = engine_args.get("lora_backend", "torch_native")
-        if machines is None and groups[0] is None and backend != "torch_native":
-            raise UsageError(f"lora_backend={backend!r} needs a GPU: use 'torch_native' on a CPU")
-        if machines is None and groups[0] is None and engine_args.get("page_size") not in (None, 1):
-            raise UsageError(
-                f"page_size={engine_args['page_size']} needs a GPU: SGLang's published wheels have "
-                "no kernel for a CPU that allots the KV cache by pages"
-            )
     else:
         _check_device(device)
         if device == "cuda" or gpus is not None or tp_size > 1:

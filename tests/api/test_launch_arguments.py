@@ -274,3 +274,23 @@ def test_the_environment_hides_the_start(monkeypatch: pytest.MonkeyPatch, defaul
     monkeypatch.setenv("SGLRL_PROGRESS", "0")
     assert not shows_progress(None, default=default)
     assert shows_progress(True, default=default)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ({"deterministic": True}, "need a GPU"),
+        ({"enable_deterministic_inference": True}, "need a GPU"),
+        ({"rl_on_policy_target": "fsdp"}, "need a GPU"),
+        ({"deterministic": True, "attention_backend": "triton"}, "needs attention_backend='fa3'"),
+        (
+            {"deterministic": True, "decode_attention_backend": "triton"},
+            "decode_attention_backend='triton' exclude each other",
+        ),
+    ],
+)
+def test_deterministic_inference_that_cannot_work(
+    model: Path, arguments: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(sglrl.UsageError, match=why):
+        sglrl.launch(model, device="cpu", **arguments)

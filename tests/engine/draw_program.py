@@ -31,8 +31,13 @@ class Request:
     """A request with a seed."""
 
 
-def sample(logits: torch.Tensor, **changes: Any) -> tuple[list[int], Any, list[bool], bool]:
+def sample(
+    logits: torch.Tensor, deterministic: bool = False, target: str | None = None, **changes: Any
+) -> tuple[list[int], Any, list[bool], bool]:
     """Sample one step.
+
+    Args:
+        deterministic, target: ``enable_deterministic_inference`` and ``rl_on_policy_target``.
 
     Returns:
         Tokens, logprobs, which rows have no token, and whether the logits are unchanged (SGLang's
@@ -72,8 +77,9 @@ def sample(logits: torch.Tensor, **changes: Any) -> tuple[list[int], Any, list[b
     positions = torch.zeros(len(logits), dtype=torch.int64)
     sampler = torch.nn.Module.__new__(Sampler)
     torch.nn.Module.__init__(sampler)
-    sampler.rl_on_policy_target = None
-    sampler.enable_deterministic = sampler.use_log_softmax_logprob = False
+    sampler.rl_on_policy_target = target
+    sampler.enable_deterministic = deterministic
+    sampler.use_log_softmax_logprob = target is not None
     sampler.use_ascend_backend = False
     sampler.output_logprob_processor = SimpleNamespace(compute_logprobs=_no_logprobs)
     ids = sampler(

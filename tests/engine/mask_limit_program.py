@@ -10,12 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from sglrl.errors import InvalidRequest
-from sglrl.inference.sampling import from_kwargs
-from sglrl.wire.codec import encode
 from sglrl_workers.engine.sglang import tracked_request
 from sglrl_workers.engine.sglang.adapter import Adapter
-from sglrl_workers.engine.sglang.convert import Samplings, request_id
+from sglrl_workers.engine.sglang.convert import request_id
 from sglrl_workers.engine.sglang.tracked_request import TrackedRequest
 
 
@@ -45,22 +42,9 @@ adapter.cancelled.add(2)
 for position in range(3):
     for call in range(3):
         adapter.drawable(request_id(call), position, ids)
-rejected = []
-for values in (
-    {"logprobs_mode": "raw_logprobs"},
-    {"logprobs_mode": "processed_logprobs"},
-    {"top_p": 0.5, "return_sampling_mask": True},
-):
-    for deterministic in (False, True):
-        samplings = Samplings(None, 512, deterministic=deterministic)
-        try:
-            samplings.get(encode(from_kwargs(values).to_wire(4, None)), False)
-        except InvalidRequest as error:
-            rejected.append([values, deterministic, str(error)])
 print(
     json.dumps(
         {
-            "rejected": rejected,
             "errors": box.errors,
             "left": sorted(adapter.requests),
             "aborted": [request.rid for request in adapter.incoming],

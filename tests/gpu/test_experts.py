@@ -47,10 +47,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 PROMPTS = [[3 + (7 * i + 11 * j * j) % 500 for j in range(5 + 30 * i)] for i in range(3)]
 
 
-def make(kind: str, seed: int, folder: Path) -> Path:
+def write_model(config: Any, seed: int, folder: Path) -> Path:
     """Make a bfloat16 model with logits so small that rounding errors stay below the tolerance."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind](), dtype=torch.bfloat16).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     with torch.no_grad():
         for tensor in model.parameters():
             tensor.copy_(torch.randn(tensor.shape) * 0.05 + (tensor.dim() == 1))
@@ -75,7 +75,9 @@ async def test_updates(layout: str, kind: str, tmp_path: Path) -> None:
     options = LAYOUTS[layout]
     if torch.cuda.device_count() <= max(options["gpus"]):
         pytest.skip(f"needs {max(options['gpus']) + 1} CUDA devices")
-    old, new = (Reference(make(kind, seed, tmp_path / str(seed))) for seed in range(2))
+    old, new = (
+        Reference(write_model(CONFIGS[kind](), seed, tmp_path / str(seed))) for seed in range(2)
+    )
     async with sglrl.launch(old.folder, device="cuda", **options, **ARGUMENTS) as client:
         await check(client, old)
         assert len(await client.verify_weights(new.model)) > 10

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from engine.reference import Reference
 
 import sglrl
@@ -41,9 +42,13 @@ async def check(client: sglrl.Client, reference: Reference) -> None:
 
 async def test_sleep_and_wake(gpu_model: Path, other_gpu_model: Path) -> None:
     first, other = Reference(gpu_model), Reference(other_gpu_model)
+    # This process has memory of the GPU from now on, for its updates.
+    torch.zeros(1, device="cuda")
     before = used()
+    # Each of SGLang's tables of the KV cache has an entry for each token. They stay on the GPU.
+    arguments = ARGUMENTS | {"max_total_tokens": 4_000_000}
     async with sglrl.launch(
-        gpu_model, device="cuda", enable_memory_saver=True, **ARGUMENTS
+        gpu_model, device="cuda", enable_memory_saver=True, **arguments
     ) as client:
         awake = used() - before
         await check(client, first)
@@ -73,6 +78,6 @@ async def test_sleep_and_wake(gpu_model: Path, other_gpu_model: Path) -> None:
             await check(client, first if keep else other)
         assert await client.verify_weights(other.model) == []
     print(f"awake {awake} MiB, asleep {left} MiB")
-    assert awake > 20_000
+    assert awake > 5_000
     assert max(left) < 1_500
     assert max(left) - min(left) < 100

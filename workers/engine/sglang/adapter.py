@@ -130,7 +130,6 @@ class Adapter(RequestTable):
             scheduler.tokenizer,
             scheduler.model_config.vocab_size,
             args.stream_interval,
-            bool(args.enable_deterministic_inference or args.rl_on_policy_target),
         )
 
     def score(self, id_: int, args: ScoreArgs) -> None:

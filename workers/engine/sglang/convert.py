@@ -18,7 +18,6 @@ from sglrl.errors import InvalidRequest
 from sglrl.inference.sampling import (
     GRAMMARS,
     LOGPROBS_MODES,
-    PROCESSED_LOGPROBS,
     SCALED_LOGPROBS,
 )
 from sglrl.wire.calls import ItemKind
@@ -89,7 +88,6 @@ class Samplings:
 
     Args:
         stream_interval: number of tokens in each report of a request that streams.
-        deterministic: the results of the engine must not depend on other requests.
     """
 
     def __init__(
@@ -97,12 +95,10 @@ class Samplings:
         tokenizer: Any,
         vocab_size: int,
         stream_interval: int = 1,
-        deterministic: bool = False,
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._stream_interval = stream_interval
-        self._deterministic = deterministic
         self._known: dict[tuple[bytes, bool], tuple[SamplingParams, Wanted]] = {}
 
     def get(self, raw: bytes, stream: bool) -> tuple[SamplingParams, Wanted]:
@@ -117,7 +113,7 @@ class Samplings:
             interval = self._stream_interval if stream else PROGRESS_TOKENS
             params = sampling_params(s, interval, self._tokenizer, self._vocab_size)
             check_given(s.token_ids_logprob, self._vocab_size)
-            found = params, _wanted(s, self._deterministic)
+            found = params, _wanted(s)
             if len(self._known) >= _SAMPLINGS:
                 self._known.clear()
             self._known[raw, stream] = found
@@ -125,15 +121,10 @@ class Samplings:
         return copy.copy(found[0]), found[1]
 
 
-def _wanted(s: Sampling, deterministic: bool) -> Wanted:
+def _wanted(s: Sampling) -> Wanted:
     mode = s.logprobs_mode or SCALED_LOGPROBS
     if mode not in LOGPROBS_MODES:
         raise InvalidRequest(f"unknown logprobs_mode {mode!r}")
-    if deterministic and (mode == PROCESSED_LOGPROBS or s.return_sampling_mask):
-        raise InvalidRequest(
-            'return_sampling_mask and logprobs_mode="processed_logprobs" do not work with '
-            "enable_deterministic_inference or rl_on_policy_target"
-        )
     return Wanted(
         mode,
         s.return_sampling_mask,

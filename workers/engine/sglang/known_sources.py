@@ -44,6 +44,10 @@ KNOWN: Final[dict[str, dict[str, str]]] = {
     "sglang.srt.layers.sampler:Sampler._preprocess_logits": {
         "510aab35bf494675": "0.5.17 to 0.5.23",
     },
+    "sglang.srt.layers.sampler:Sampler._sample_from_logprobs": {
+        "e1a53249c6f797e7": "0.5.17 to 0.5.19",
+        "f3083f04544fd076": "0.5.20 to 0.5.23",
+    },
     "sglang.srt.layers.sampler:Sampler._sample_from_probs": {
         "bc7514cbd8e4d0b9": "0.5.17 to 0.5.19",
         "9525a82794c9fe39": "0.5.20",

@@ -75,10 +75,11 @@ PATCHES: Final = (
     ),
     Patch(
         name="seeded_sampling",
-        why="SGLang has seeds only in its slower deterministic mode",
+        why="SGLang has seeds only in its deterministic mode, where all other requests share one",
         module="patches.seeded_sampling",
         wraps=(
             f"{_SAMPLING}.sampling_batch_info:SamplingBatchInfo.from_schedule_batch",
+            f"{_SAMPLER}._sample_from_logprobs",
             f"{_SAMPLER}._sample_from_probs",
         ),
     ),

@@ -226,7 +226,7 @@ def _limit(probs: torch.Tensor, info: Any, rows: Rows, ids: torch.Tensor, simple
     if not simple:
         limits = [values.index_select(0, at) for values in (info.top_ks, info.top_ps, info.min_ps)]
     totals, counts, bits, drawn = [], [], [], []
-    for block in row_blocks(len(rows.limited), probs.shape[1]):
+    for block in row_blocks(len(rows.limited), probs.shape[1], True):
         weights = probs.index_select(0, at[block])
         weights = limited(weights, *(v[block] for v in limits)) if limits else weights.double()
         drawable = weights > 0

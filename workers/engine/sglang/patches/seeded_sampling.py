@@ -1,7 +1,9 @@
 """Seeded sampling: the draws of a request with a seed repeat, whatever else is in its batch.
 
 SGLang supports seeds only in its deterministic mode. This mode gives all requests without a seed
-the same seed, refuses top-p with its GPU sampler, and makes all requests slower.
+the same seed, and makes all requests slower. In 0.5.17, its noise is infinite for the largest of
+the 2**32 hash values, so once in 28,000 draws from 150,000 tokens it draws any token, even one of
+probability 0.
 
 Here a draw of a seeded request is a function of (seed, position, token) and the probabilities.
 Requests without a seed are drawn as usual. While no seeded request is alive, there is no extra
@@ -24,16 +26,20 @@ NO_SEED = -1
 _ELEMENTS = 1 << 24
 """Maximum elements of a block of rows. This bounds the memory of the noise."""
 
+_one_by_one = False
+"""Limit one row at a time: on a GPU, the rounding of sums over rows depends on their number."""
+
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 """SGLang's requests that have a seed. Every tensor-parallel rank has its own copy of a request."""
 
 
 def install(setup: Setup) -> None:
-    """Patch SGLang's sampler. SGLang's deterministic mode has its own seeds and stays as it is."""
-    if setup.deterministic:
-        return
+    """Patch SGLang's sampler."""
+    global _one_by_one
+    _one_by_one = setup.deterministic
     SamplingBatchInfo.from_schedule_batch = classmethod(_with_seeds)
     Sampler._sample_from_probs = _sample
+    Sampler._sample_from_logprobs = _sample_from_logprobs
 
 
 def any_alive() -> bool:
@@ -79,6 +85,15 @@ def _sample(
     return drawn
 
 
+def _sample_from_logprobs(
+    self: Any, logprobs: torch.Tensor, info: Any, positions: torch.Tensor
+) -> torch.Tensor:
+    """Sample with ``rl_on_policy_target``, for which SGLang has its own function."""
+    drawn = self._sample_from_probs(logprobs.float().exp(), info, positions, True)
+    ids: torch.Tensor = drawn[0] if isinstance(drawn, tuple) else drawn
+    return ids
+
+
 def draw(
     probs: torch.Tensor,
     seeds: torch.Tensor,
@@ -94,7 +109,7 @@ def draw(
             tokens may be drawn.
     """
     blocks = []
-    for block in row_blocks(*probs.shape):
+    for block in row_blocks(len(probs), probs.shape[1], limits is not None):
         if limits is None:
             weights = probs[block].double()
         else:
@@ -106,9 +121,13 @@ def draw(
     return torch.cat(blocks)
 
 
-def row_blocks(rows: int, columns: int) -> Iterator[slice]:
-    """Yield blocks of rows that are small enough for float64."""
-    size = max(1, _ELEMENTS // columns)
+def row_blocks(rows: int, columns: int, limited: bool) -> Iterator[slice]:
+    """Yield blocks of rows that are small enough for float64.
+
+    Args:
+        limited: the rows are passed to ``limited``.
+    """
+    size = 1 if limited and _one_by_one else max(1, _ELEMENTS // columns)
     for at in range(0, rows, size):
         yield slice(at, min(at + size, rows))
 

@@ -1,0 +1,23 @@
+"""The tokens that a deterministic engine draws. ``tests/gpu`` compares bits."""
+
+from __future__ import annotations
+
+import pytest
+
+from .programs import run_program
+
+
+@pytest.mark.parametrize("target", ["none", "fsdp"])
+def test_seeds(target: str) -> None:
+    """Seeds repeat, and requests without a seed do not share one, as they do in SGLang."""
+    found = run_program("deterministic_program", target)
+    first, second = found["all"]
+    assert first[:200] == second[:200]
+    assert first[200:] != second[200:]
+    # The temperature is 0.7, and 50 tokens have normally distributed logits.
+    for drawn in (first[:200], first[200:]):
+        assert len(set(drawn)) > 15
+    limited = found["limited"]
+    assert 3 < len({*limited}) < len({*first})
+    # The rounding of one row must not depend on the others.
+    assert found["blocks"] == [1]
