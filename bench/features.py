@@ -1,4 +1,4 @@
-"""``python -m bench.features``: what adapters, sampling masks and sleep cost on a GPU."""
+"""``python -m bench.features``: what adapters, masks, sleep and starts cost on a GPU."""
 
 from __future__ import annotations
 
@@ -24,11 +24,13 @@ from .report import (
 )
 
 CaseName = Enum("CaseName", {name: name for name in CASES})  # type: ignore[misc]
-PartName = Enum("PartName", {name: name for name in ("lora", "masks", "sleep")})  # type: ignore[misc]
+PartName = Enum("PartName", {name: name for name in ("lora", "masks", "sleep", "start")})  # type: ignore[misc]
 
 _DEFAULT = CaseName("8b")
 _TARGETS = {
     # name in the part's result: what it is, target, unit
+    "start_second_s": ("start of a second worker, with two GPUs", 12, "s"),
+    "start_replacement_s": ("start of a replacement", 8, "s"),
     "lora_replace_ms": ("replace an adapter of rank 32", 30, "ms"),
     "sleep_first_kept_s": ("sleep, weights kept, first time", 1, "s"),
     "sleep_kept_s": ("sleep, weights kept", 1, "s"),
@@ -48,7 +50,7 @@ def main(
     json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
     limit: Annotated[float, typer.Option(help="Seconds one part may take.")] = 300.0,
 ) -> None:
-    """Measure the features that change what a worker holds in its GPU."""
+    """Measure features of engines that need a GPU to be measured."""
     one = CASES[case.value]
     info, found, failed = machine(), dict[str, Any](), dict[str, str]()
     parts = [p.value for p in part or PartName]

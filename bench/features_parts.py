@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import statistics
 import subprocess
 import time
@@ -117,6 +119,9 @@ async def _lora(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
         "lora_replace_worst_ms": max(r.total_ms for r in reports),
         "lora_replace_pause_ms": statistics.median(max(r.pause_ms) for r in reports),
         "lora_replace_idle_ms": statistics.median(r.total_ms for r in idle),
+        "lora_gather_ms": statistics.median(r.gather_ms for r in idle),
+        "lora_prepare_ms": statistics.median(r.prepare_ms for r in idle),
+        "lora_commit_ms": statistics.median(r.commit_ms for r in idle),
         "lora_tokens_per_s": rate,
         "lora_tokens_per_s_without": base,
     }
@@ -201,5 +206,54 @@ async def _sleep(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     return found
 
 
+# --- starts ---------------------------------------------------------------------------------------
+
+
+def start(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    return asyncio.run(_start(options, note))
+
+
+async def _start(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+    """Measure seconds until a worker serves, and until its first batch of four is answered.
+
+    The first start also imports SGLang, and compiles kernels that no cache has.
+    """
+    case = _case(options)
+    found: dict[str, Any] = {}
+
+    async def answered(worker: int) -> float:
+        begun = time.perf_counter()
+        await client.generate(input_ids=prompts(case, 2, 4), max_new_tokens=8, worker=worker)
+        return time.perf_counter() - begun
+
+    async def replaced() -> float:
+        """Kill worker 0 and return the seconds until its replacement serves."""
+        begun = time.perf_counter()
+        os.kill(client.workers[0].pid, signal.SIGKILL)
+        while client.workers[0].state == "ready":  # noqa: ASYNC110 (a client has no event for it)
+            await asyncio.sleep(0.001)
+        await client.wait_until_full()
+        return time.perf_counter() - begun
+
+    note("first")
+    begun = time.perf_counter()
+    async with _launch(options) as client:
+        found["start_first_s"] = time.perf_counter() - begun
+        found["start_first_batch_s"] = await answered(0)
+        for name in ("replacement", "later_replacement"):
+            # A spare process is made after a second without work.
+            await asyncio.sleep(3)
+            note(name)
+            found[f"start_{name}_s"] = await replaced()
+            found[f"start_{name}_batch_s"] = await answered(0)
+        if case.device == "cuda" and torch.cuda.device_count() > 1:
+            note("second")
+            begun = time.perf_counter()
+            (worker,) = await client.add_workers(1)
+            found["start_second_s"] = time.perf_counter() - begun
+            found["start_second_batch_s"] = await answered(worker)
+    return found
+
+
 if __name__ == "__main__":
-    serve_part({"lora": lora, "masks": masks, "sleep": sleep})
+    serve_part({"lora": lora, "masks": masks, "sleep": sleep, "start": start})

@@ -116,4 +116,4 @@ def _tensor(value: TensorValue) -> Any:
     dtype = getattr(torch, value.dtype)
     if not value.data:
         return torch.empty(value.shape, dtype=dtype)
-    return torch.frombuffer(bytearray(value.data), dtype=dtype).reshape(value.shape)
+    return torch.frombuffer(value.data, dtype=dtype).reshape(value.shape)

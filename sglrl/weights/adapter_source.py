@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -116,8 +117,8 @@ def load_cargo(
         check.finish()
     parts: list[list[TensorValue]] = [[]]
     size = total = 0
-    for name, tensor in tensors.items():
-        data = _bytes_of(tensor, dtype)
+    buffers = _buffers([*tensors.values()], dtype)
+    for (name, tensor), data in zip(tensors.items(), buffers, strict=True):
         if size and size + len(data) > _PART_BYTES:
             parts.append([])
             size = 0
@@ -138,8 +139,13 @@ def _read(file: Path) -> list[tuple[str, torch.Tensor]]:
         raise InvalidAdapter(f"{file} cannot be read: {error}") from None
 
 
-def _bytes_of(tensor: torch.Tensor, dtype: torch.dtype) -> bytes:
-    full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    flat = full.to(dtype).cpu().contiguous().flatten()
-    found: bytes = flat.view(torch.uint8).numpy().tobytes()
-    return found
+def _buffers(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[Any]:
+    """Return the bytes of tensors, as buffers. They leave a GPU in one transfer."""
+    full = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
+    device = full[0].device
+    flat = torch.cat([tensor.to(device, dtype).flatten() for tensor in full])
+    if flat.is_cuda:
+        flat = torch.empty(flat.shape, dtype=dtype, pin_memory=True).copy_(flat)
+    memory = memoryview(flat.view(torch.uint8).numpy())
+    ends = list(accumulate(tensor.numel() * dtype.itemsize for tensor in full))
+    return [memory[begin:end] for begin, end in pairwise([0, *ends])]

@@ -231,12 +231,13 @@ class TensorValue(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
     name: in the checkpoint, or, of an adapter, in PEFT's file.
     dtype: as torch prints it, without "torch.".
+    data: a bytearray when it is received, because a tensor needs memory that it may write to.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: bytes
+    data: bytearray
 
 
 class LoraPart(msgspec.Struct, array_like=True, frozen=True):

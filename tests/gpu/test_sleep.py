@@ -53,7 +53,7 @@ async def test_sleep_and_wake(gpu_model: Path, other_gpu_model: Path) -> None:
         awake = used() - before
         await check(client, first)
         left = []
-        for keep in (True, True, False, False):
+        for keep in (True, True, False, False) * 2:
             calls = [
                 asyncio.ensure_future(client.generate(input_ids=prompt, **LONG))
                 for prompt in PROMPTS
@@ -80,4 +80,5 @@ async def test_sleep_and_wake(gpu_model: Path, other_gpu_model: Path) -> None:
     print(f"awake {awake} MiB, asleep {left} MiB")
     assert awake > 5_000
     assert max(left) < 1_500
-    assert max(left) - min(left) < 100
+    # The first rounds load kernels.
+    assert max(left[4:]) - min(left[4:]) < 50

@@ -109,7 +109,7 @@ def live_weights(plan: Plan | None, names: list[str]) -> list[TensorValue]:
         for copy in copies:
             part = whole.as_strided(copy.size, copy.stride, copy.offset)
             part.copy_(copy.target.view(copy.size))
-        data = whole.reshape(-1).view(torch.uint8).numpy().tobytes()
+        data = bytearray(whole.reshape(-1).view(torch.uint8).numpy())
         dtype = str(whole.dtype).removeprefix("torch.")
         found.append(TensorValue(name, dtype, tuple(spec.shape), data))
     return found

@@ -190,16 +190,13 @@ class Adapters:
         if manager.device.type != "cuda":
             made.adapter = made.staged = adapter
             return
-        adapter.pin_weights_in_cpu()
-        staged = self._adapter(command, {})
+        pinned = _packed(adapter)
         with torch.cuda.stream(torch.cuda.Stream(manager.device)):
-            for here, there in zip(adapter.layers, staged.layers, strict=True):
-                there.weights = {
-                    name: tensor.to(manager.device, non_blocking=True)
-                    for name, tensor in here.weights.items()
-                }
+            staged = pinned.to(manager.device, non_blocking=True)
             torch.cuda.current_stream(manager.device).synchronize()
-        made.adapter, made.staged = adapter, staged
+        made.adapter, made.staged = adapter, self._adapter(command, {})
+        _unpack(pinned, adapter, adapter)
+        _unpack(staged, adapter, made.staged)
 
     def _adapter(self, command: PrepareAdapter, tensors: Mapping[str, torch.Tensor]) -> Any:
         manager = self._manager
@@ -288,6 +285,26 @@ def _output_sizes(layer: Any, stacked: int) -> list[int]:
     return list(sizes) if sizes and len(sizes) == stacked else [layer.output_size]
 
 
+def _packed(adapter: Any) -> torch.Tensor:
+    """Return the tensors of an adapter, one after the other, in pinned memory."""
+    tensors = [tensor for layer in adapter.layers for tensor in layer.weights.values()]
+    flat = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, pin_memory=True)
+    for place, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
+        place.view(tensor.shape).copy_(tensor)
+    return flat
+
+
+def _unpack(flat: torch.Tensor, like: Any, adapter: Any) -> None:
+    """Give an adapter the tensors in ``flat``. Their order and shapes are those of ``like``."""
+    begin = 0
+    for there, here in zip(adapter.layers, like.layers, strict=True):
+        weights = {}
+        for name, tensor in here.weights.items():
+            weights[name] = flat[begin : begin + tensor.numel()].view(tensor.shape)
+            begin += tensor.numel()
+        there.weights = weights
+
+
 def _tensor(sent: TensorValue) -> torch.Tensor:
-    flat = torch.frombuffer(bytearray(sent.data), dtype=getattr(torch, sent.dtype))
+    flat = torch.frombuffer(sent.data, dtype=getattr(torch, sent.dtype))
     return flat.view(sent.shape)
