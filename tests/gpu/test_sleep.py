@@ -52,7 +52,7 @@ async def test_sleep_and_wake(gpu_model: Path, other_gpu_model: Path) -> None:
     ) as client:
         awake = used() - before
         await check(client, first)
-        left = []
+        left, current = [], first
         for keep in (True, True, False, False) * 2:
             calls = [
                 asyncio.ensure_future(client.generate(input_ids=prompt, **LONG))
@@ -66,6 +66,7 @@ async def test_sleep_and_wake(gpu_model: Path, other_gpu_model: Path) -> None:
             if not keep:
                 await client.wake(["weights"])
                 await client.update_weights(other.model)
+                current = other
             await client.wake()
             for call in calls:
                 made = await call
@@ -75,7 +76,7 @@ async def test_sleep_and_wake(gpu_model: Path, other_gpu_model: Path) -> None:
                 rows = other.logprobs(ids)[len(made.prompt_ids) - 1 + at : -1]
                 chosen = rows[np.arange(400 - at), made.output_ids[at:]]
                 np.testing.assert_allclose(made.logprobs[at:], chosen, atol=TOLERANCE, rtol=0)
-            await check(client, first if keep else other)
+            await check(client, current)
         assert await client.verify_weights(other.model) == []
     print(f"awake {awake} MiB, asleep {left} MiB")
     assert awake > 5_000
