@@ -7,6 +7,7 @@ https://docs.sglang.io/basic_usage/sampling_params.html).
 
 from __future__ import annotations
 
+import base64
 import secrets
 from collections.abc import Sequence
 from typing import Any, Final, TypeVar
@@ -42,20 +43,15 @@ _IGNORED: Final = (
     "routed_dp_rank", "routing_key", "session_id",
 )  # fmt: skip
 """Fields that do not change the answer."""
-_NOTHING: Final[dict[str, Any]] = {
-    "disagg_prefill_dp_rank": (None, -1),
-    "routed_experts_start_len": (None, 0),
-}
+_NOTHING: Final[dict[str, Any]] = {"disagg_prefill_dp_rank": (None, -1)}
 """Values of fields that are not supported which ask for nothing. Of others: false, or empty."""
 _INSTEAD: Final = {
     "custom_logit_processor": "logit_bias or a grammar in sampling_params",
     "input_embeds": "text or input_ids",
     "return_hidden_states": "Client.generate(return_hidden_states=True)",
     "return_flat_raw_top_logprobs": "top_logprobs_num",
-    "return_routed_experts": "Client.generate(return_routed_experts=True)",
     "return_sampling_mask": "Client.generate(return_sampling_mask=True)",
     "session_params": "a session of the gateway (POST /sessions)",
-    "token_ids_logprob": "Client.generate(token_ids_logprob=...)",
 }
 """Fields that are not supported, and those that take their place."""
 _IGNORED_SAMPLING: Final = ("spaces_between_special_tokens", "stream_interval")
@@ -86,6 +82,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     return_logprob: bool | list[bool] | None = None
     logprob_start_len: int | list[int] | None = None
     top_logprobs_num: int | list[int] | None = None
+    token_ids_logprob: list[int | list[int] | None] | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int | None = None
     return_text_in_logprobs: bool | None = None
     return_prompt_token_ids: bool | None = None
     stream: bool | None = None
@@ -108,7 +107,12 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         wants = _each("return_logprob", self.return_logprob, False, count)
         starts = _each("logprob_start_len", self.logprob_start_len, -1, count)
         top = _each("top_logprobs_num", self.top_logprobs_num, 0, count)
+        given = self._given_ids(count)
         adapters = _each("lora_path", self.lora_path or None, None, count)
+        if (self.routed_experts_start_len or 0) < 0:
+            raise InvalidRequest("routed_experts_start_len must not be negative")
+        if self.routed_experts_start_len and not self.return_routed_experts:
+            raise InvalidRequest("routed_experts_start_len needs return_routed_experts=true")
         turns = []
         for at, prompt in enumerate(prompts):
             scored = None
@@ -119,12 +123,21 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 scored = Wanted(starts[at], top[at])
             if top[at] and not wants[at]:
                 raise InvalidRequest("top_logprobs_num needs return_logprob=true")
+            if given[at] and not wants[at]:
+                raise InvalidRequest("token_ids_logprob needs return_logprob=true")
+            if given[at] and scored is not None:
+                raise InvalidRequest("token_ids_logprob needs logprob_start_len=-1")
+            sampling = _given(params[at], self.sampling_params, at)
+            if given[at]:
+                sampling["token_ids_logprob"] = given[at]
+            if self.return_routed_experts:
+                sampling["return_routed_experts"] = True
             turns.append(
                 TurnRequest(
                     prompt=prompt,
                     choices=choices,
                     stream=bool(self.stream),
-                    sampling=_given(params[at], self.sampling_params, at),
+                    sampling=sampling,
                     top_logprobs=top[at],
                     prompt_logprobs=scored,
                     priority=self.priority or 0,
@@ -150,7 +163,20 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
             logprobs=[want for want in wants for _ in range(choices)],
             texts=bool(self.return_text_in_logprobs),
             prompts=bool(self.return_prompt_token_ids),
+            given=[ids for ids in self._given_ids(count) for _ in range(choices)],
+            experts_from=self.routed_experts_start_len or 0,
         )
+
+    def _given_ids(self, count: int) -> list[list[int]]:
+        """Return the tokens whose logprobs are wanted at each position, by prompt."""
+        given = self.token_ids_logprob or []
+        ids = [one for one in given if isinstance(one, int)]
+        if len(ids) == len(given):
+            return [ids] * count
+        if ids:
+            raise InvalidRequest("token_ids_logprob has token ids beside lists of token ids")
+        lists = [one if isinstance(one, list) else [] for one in given]
+        return _each("token_ids_logprob", lists, [], count)
 
     def _prompts(self) -> tuple[bool, list[Prompt]]:
         if (self.text is None) == (self.input_ids is None):
@@ -233,6 +259,8 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         logprobs: whether they are wanted, by completion.
         texts: add the text of tokens to logprobs.
         prompts: add the tokens of the prompt.
+        given: by completion, the tokens whose logprobs are wanted at each position.
+        experts_from: the position of the first routed experts that are wanted.
         decoded: texts of tokens.
         scored: by prompt, its tokens whose logprobs are wanted.
     """
@@ -242,6 +270,8 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     logprobs: list[bool]
     texts: bool
     prompts: bool
+    given: list[list[int]]
+    experts_from: int
     decoded: dict[int, str] = {}
     scored: Sequence[Sequence[Scored]] = ()
 
@@ -290,9 +320,18 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         }
         if completion.finish_reason:
             found["e2e_latency"] = completion.timing.total
+            found |= self._experts(completion)
         if self.logprobs[index]:
             found |= self._logprobs(index, completion)
         return found
+
+    def _experts(self, completion: Completion) -> dict[str, Any]:
+        """Return routed experts as SGLang does: int32 [tokens, layers, k] in base64."""
+        rows = completion.routed_experts
+        if rows is None:
+            return {}
+        data = rows[self.experts_from :].astype("<i4").tobytes()
+        return {"routed_experts": base64.b64encode(data).decode()}
 
     def _logprobs(self, index: int, completion: Completion) -> dict[str, Any]:
         """Return the logprobs, each with the token and its text or null."""
@@ -315,6 +354,11 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
             "output_token_logprobs": [entry(row.logprob, row.id) for row in rows],
             "output_token_logprobs_length": len(rows),
         }
+        if (given := completion.token_ids_logprobs) is not None:
+            found["output_token_ids_logprobs"] = [
+                [entry(logprob, id_) for logprob, id_ in zip(row, self.given[index], strict=True)]
+                for row in given.tolist()
+            ]
         if completion.top_logprobs is not None:
             found["input_top_logprobs"] = [
                 [entry(logprob, id_) for id_, logprob in one.others] if at else None

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import json
 from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 import pytest_asyncio
 from engine.policies import until_idle
@@ -101,11 +103,21 @@ def test_values_of_a_batch() -> None:
         ({"image_data": ["x"]}, "the field 'image_data' is not supported"),
         ({"input_embeds": [[0.5]]}, "'input_embeds' is not supported; use text or input_ids"),
         ({"return_hidden_states": True}, "is not supported; use Client.generate"),
-        ({"return_routed_experts": True}, "the field 'return_routed_experts' is not supported"),
+        ({"routed_experts_start_len": 2}, "needs return_routed_experts=true"),
+        ({"return_routed_experts": True, "routed_experts_start_len": -1}, "must not be negative"),
         ({"return_sampling_mask": True}, "is not supported; use Client.generate"),
+        ({"token_ids_logprob": [3]}, "token_ids_logprob needs return_logprob=true"),
         (
-            {"token_ids_logprob": [3]},
-            "is not supported; use Client.generate(token_ids_logprob=...)",
+            {"token_ids_logprob": [3], "return_logprob": True, "logprob_start_len": 0},
+            "token_ids_logprob needs logprob_start_len=-1",
+        ),
+        (
+            {"token_ids_logprob": [3, [4]], "return_logprob": True},
+            "token_ids_logprob has token ids beside lists",
+        ),
+        (
+            {"token_ids_logprob": [[3], [4]], "return_logprob": True},
+            "there are 1 prompts and 2 values of token_ids_logprob",
         ),
         ({"custom_logit_processor": "x"}, "is not supported; use logit_bias or a grammar"),
         ({"session_params": {"id": "x"}}, "use a session of the gateway"),
@@ -217,7 +229,13 @@ SLOW = {"text": "Hello", "sampling_params": {"max_new_tokens": 3000}}
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool() -> AsyncIterator[sglrl.Client]:
-    async with sglrl.launch("tiny", engine="fake", step_seconds=0.002, tokens_per_step=1) as client:
+    async with sglrl.launch(
+        "tiny",
+        engine="fake",
+        step_seconds=0.002,
+        tokens_per_step=1,
+        enable_return_routed_experts=True,
+    ) as client:
         yield client
 
 
@@ -263,6 +281,38 @@ async def test_text_and_tokens(http: httpx.AsyncClient, pool: sglrl.Client) -> N
     assert [row["output_ids"] for row in rows] == [(prompt * 2)[:6], [5, 5]]
     default = (await http.post("/generate", json={"text": "a"})).json()
     assert default["meta_info"]["completion_tokens"] == 128
+
+
+@module
+async def test_logprobs_of_given_tokens(http: httpx.AsyncClient, pool: sglrl.Client) -> None:
+    asked = {
+        "input_ids": [[5, 6], [7]],
+        "sampling_params": {"max_new_tokens": 3},
+        "return_logprob": True,
+        "token_ids_logprob": [[9, 5], None],
+    }
+    rows = (await http.post("/generate", json=asked)).json()
+    direct = await pool.generate(input_ids=[5, 6], max_new_tokens=3, token_ids_logprob=[9, 5])
+    assert direct.token_ids_logprobs is not None
+    assert rows[0]["meta_info"]["output_token_ids_logprobs"] == [
+        [[logprob, id_, None] for logprob, id_ in zip(row, [9, 5], strict=True)]
+        for row in direct.token_ids_logprobs.tolist()
+    ]
+    assert "output_token_ids_logprobs" not in rows[1]["meta_info"]
+
+
+@module
+@pytest.mark.parametrize("stream", [False, True])
+async def test_routed_experts(http: httpx.AsyncClient, pool: sglrl.Client, stream: bool) -> None:
+    wanted = {"sampling_params": {"max_new_tokens": 3}, "return_routed_experts": True}
+    asked = {"input_ids": [5, 6], "stream": stream, "routed_experts_start_len": 1, **wanted}
+    answer = await http.post("/generate", json=asked)
+    last = answer.text.split("\n\n")[-3].removeprefix("data: ") if stream else answer.text
+    info = json.loads(last)["meta_info"]
+    direct = await pool.generate(input_ids=[5, 6], max_new_tokens=3, return_routed_experts=True)
+    assert direct.routed_experts is not None
+    rows = np.frombuffer(base64.b64decode(info["routed_experts"]), np.int32)
+    assert rows.tolist() == direct.routed_experts[1:].flatten().tolist()
 
 
 @module
