@@ -72,6 +72,7 @@ class Pool:
         self._config = config
         self._progress = progress or StartProgress()
         self._started = False
+        self.engine: EngineInfo | None = None
         self._launcher = launcher
         self._processes = Processes(launcher)
         self._driver: Driver | None = None
@@ -116,10 +117,6 @@ class Pool:
     def queue(self) -> QueueInfo:
         queue = self.driver.fabric.queue
         return QueueInfo(calls=queue.waiting, bytes=queue.queued_bytes, clients=queue.clients)
-
-    @property
-    def engine(self) -> EngineInfo | None:
-        return self._supervisor.workers[0].ready.result().engine
 
     def loads(self) -> tuple[list[Load], int]:
         fabric = self.driver.fabric
@@ -197,7 +194,9 @@ class Pool:
         await self._launcher.prepare(dict(enumerate(self._first)))
         if self._launcher.elsewhere:
             self.weights.host = self._launcher.driver_ip or host_of(router.outer_address)
-        await self._all_ready([supervisor.add(birth) for birth in self._first])
+        workers = [supervisor.add(birth) for birth in self._first]
+        await self._all_ready(workers)
+        self.engine = workers[0].ready.result().engine
 
     async def _all_ready(self, workers: Sequence[Worker]) -> None:
         """Wait until all workers are ready. Raise the error of the first worker that fails."""

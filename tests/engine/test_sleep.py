@@ -237,6 +237,20 @@ async def test_lost_worker(lab: Lab) -> None:
     await lab.check()
 
 
+async def test_sleep_while_a_worker_is_replaced(lab: Lab) -> None:
+    client = lab.client
+    await lab.other()
+    os.kill(client.workers[0].pid, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        while client.workers[0].state == "ready":
+            await client._pool.driver.change()
+    await client.sleep()
+    await check_asleep(lab, *BOTH)
+    await client.wake()
+    await client.wait_until_full()
+    await lab.check()
+
+
 async def test_pause_and_sleep(lab: Lab) -> None:
     client = lab.client
     await client.pause()
