@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from ..core.seeds import SEEDS
 from ..errors import UsageError
+from ..inference.logit_processors import is_processor_name
 from .argument_table import check_argument
 from .engine_aliases import without_aliases
 from .engine_fields import engine_fields
@@ -117,6 +118,26 @@ def set_deterministic(args: dict[str, Any]) -> None:
         if args.get(name) not in (None, "fa3"):
             raise UsageError(f"deterministic=True and {name}={args[name]!r} exclude each other")
     args["enable_deterministic_inference"] = True
+
+
+def take_logit_processors(engine: str, names: Any, args: dict[str, Any]) -> tuple[str, ...]:
+    """Check the names of logit processors, and set SGLang's argument that enables them.
+
+    Raises:
+        UsageError: a name has not the form "module:Class", or the engine is not SGLang.
+    """
+    if isinstance(names, str) or not isinstance(names, Sequence):
+        raise UsageError(f"logit_processors must be a list of names, got {names!r:.200}")
+    for name in names:
+        if not is_processor_name(name):
+            raise UsageError(
+                f"logit_processors must name classes of modules, as 'module:Class', got {name!r}"
+            )
+    if names and engine != "sglang":
+        raise UsageError(f"engine={engine!r} has no logits: no logit_processors=")
+    if names:
+        args["enable_custom_logit_processor"] = True
+    return tuple(dict.fromkeys(map(str, names)))
 
 
 def check_on_cpu(args: Mapping[str, Any]) -> None:

@@ -42,6 +42,7 @@ from .engine_arguments import (
     check_engine_arguments,
     check_on_cpu,
     set_deterministic,
+    take_logit_processors,
 )
 from .hub import look_up
 from .interpreter import examine, find_python
@@ -81,6 +82,7 @@ def launch(
     accelerations: bool | Sequence[str] = True,
     deterministic: bool = False,
     allow_unknown_sglang: bool = False,
+    logit_processors: Sequence[str] = (),
     progress: bool | None = None,
     log_dir: str | os.PathLike[str] | None = None,
     python: str | os.PathLike[str] | None = None,
@@ -165,6 +167,8 @@ def launch(
             Takes more time, and accelerations that may change rounding stay off.
         allow_unknown_sglang: start also if sglrl's corrections were not tested with the source of
             the installed SGLang. Results may be wrong.
+        logit_processors: names ("module:Class") of subclasses of SGLang's ``CustomLogitProcessor``
+            that requests may select with ``logit_processor=``. Workers import them at the start.
         progress: show the start on stderr: a status line on a terminal, otherwise one line. None:
             yes, except for the fake engine, and unless the environment variable ``SGLRL_PROGRESS``
             is "0".
@@ -229,6 +233,7 @@ def launch(
     engine_args = check_engine_arguments(engine, engine_args, sglang)
     if deterministic and engine == "sglang":
         set_deterministic(engine_args)
+    processors = take_logit_processors(engine, logit_processors, engine_args)
     adapters = take_adapters(engine_args) if engine == "sglang" else {}
     dtype = check_dtype(dtype)
     wanted = check_accelerations(accelerations)
@@ -281,6 +286,7 @@ def launch(
             wanted,
             allow_unknown_sglang,
             keep_weights is not None,
+            processors,
         )
 
     def more(count: int, present: list[Birth]) -> list[Birth]:
@@ -369,6 +375,7 @@ def _birth(
     accelerations: tuple[str, ...] | None,
     allow_unknown_sglang: bool,
     keep_weights: bool,
+    logit_processors: tuple[str, ...],
 ) -> Birth:
     # One core stays free for the driver, whose process may also run a trainer.
     threads = max(1, ((os.cpu_count() or 1) - 1) // (replicas * tp_size))
@@ -392,6 +399,7 @@ def _birth(
             accelerations=accelerations,
             allow_unknown_sglang=allow_unknown_sglang,
             keep_weights=keep_weights,
+            logit_processors=logit_processors,
         )
         for rank in range(tp_size)
     ]

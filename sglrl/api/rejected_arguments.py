@@ -159,7 +159,7 @@ _GROUPS: Final = {
         return_aux_hidden_state_layer_ids
     """,
     "use enable_return_hidden_states": "return_hidden_states_mode",
-    "use logit_bias or a grammar of generate": "enable_custom_logit_processor",
+    "use logit_processors=, which names the classes": "enable_custom_logit_processor",
     "the engine only generates text": """
         is_embedding enable_multimodal mm_attention_backend enable_broadcast_mm_inputs_process
         enable_prefix_mm_cache mm_enable_dp_encoder mm_process_config mm_processor_worker_num

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 
 from ..errors import InvalidRequest
-from ..inference.sampling import GRAMMARS
+from ..inference.grammar_checks import GRAMMARS
 from .dialect import convert_fields
 
 

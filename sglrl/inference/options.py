@@ -37,6 +37,8 @@ class _SamplingOptions(TypedDict, total=False):
     token_ids_logprob: Sequence[int]
     return_hidden_states: bool
     return_routed_experts: bool
+    logit_processor: str | None
+    custom_params: Mapping[str, Any] | None
     max_tokens: int | None
     max_completion_tokens: int | None
     min_tokens: int

@@ -57,7 +57,10 @@ class Requests:
         self.info = info
         self.box = box
         self.samplings = SamplingCache(
-            info.vocab_size, info.hidden_size, info.routed_experts is not None
+            info.vocab_size,
+            info.hidden_size,
+            info.routed_experts is not None,
+            info.logit_processors,
         )
         # Every call reads these values, so keep them as attributes.
         self.vocab_size = info.vocab_size

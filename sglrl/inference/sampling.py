@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from difflib import get_close_matches
 from typing import Any, Final, Literal
 
@@ -14,6 +14,8 @@ import numpy as np
 from ..errors import InvalidRequest
 from ..wire.codec import encode
 from ..wire.engine import Sampling
+from .grammar_checks import GRAMMARS, check_grammar
+from .logit_processors import check_declared, check_processor
 from .number_checks import check_integer, check_number, check_token_ids, most_top_logprobs
 from .routed_experts import NO_EXPERTS
 from .tokens import check_text
@@ -28,7 +30,6 @@ PROCESSED_LOGPROBS: Final = "processed_logprobs"
 LogprobsMode = Literal["raw_logprobs", "scaled_logprobs", "processed_logprobs"]
 LOGPROBS_MODES: Final = (RAW_LOGPROBS, SCALED_LOGPROBS, PROCESSED_LOGPROBS)
 NO_HIDDEN_STATES: Final = "return_hidden_states needs launch(enable_return_hidden_states=True)"
-GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
 
 _FLAGS: Final = (
     *("ignore_eos", "skip_special_tokens", "no_stop_trim"),
@@ -83,8 +84,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         logprobs_mode: the distribution of all logprobs that the request returns.
 
             * "raw_logprobs": the softmax of the model's logits, as ``Client.score`` returns it.
-            * "scaled_logprobs": the same after penalties, ``logit_bias``, grammar and temperature.
-              With temperature 0, that of temperature 1.
+            * "scaled_logprobs": the same after penalties, ``logit_bias``, grammar,
+              ``logit_processor`` and temperature. With temperature 0, that of temperature 1.
             * "processed_logprobs": the distribution that the token was drawn from: also after
               top-k, top-p and min-p, and normalized again. With temperature 0, all logprobs are 0.
         return_sampling_mask: return the tokens that could be drawn (``Completion.sampling_mask``).
@@ -95,6 +96,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             (``Completion.hidden_states``). Needs ``launch(enable_return_hidden_states=True)``.
         return_routed_experts: return the experts that each token was routed to
             (``Completion.routed_experts``). Needs ``launch(enable_return_routed_experts=True)``.
+        logit_processor: the name of a class ("module:Class") that changes the logits before each
+            token is sampled, after penalties, ``logit_bias`` and grammar. It must be one of
+            ``launch(logit_processors=[...])``.
+        custom_params: parameters of ``logit_processor``, which depend on the class: a dict of JSON
+            values (None, bool, int, float, str, lists, dicts with text keys).
 
     Raises:
         InvalidRequest: a value is out of range or of the wrong type.
@@ -126,6 +132,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     token_ids_logprob: Sequence[int] = ()
     return_hidden_states: bool = False
     return_routed_experts: bool = False
+    logit_processor: str | None = None
+    custom_params: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if self.max_new_tokens is not None:
@@ -166,6 +174,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         self._check_bias()
         self._check_grammar()
         self._check_reports()
+        check_processor(self.logit_processor, self.custom_params)
 
     def _check_bias(self) -> None:
         if self.logit_bias is None:
@@ -264,51 +273,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             token_ids_logprob=tuple(int(t) for t in self.token_ids_logprob),
             return_hidden_states=self.return_hidden_states,
             return_routed_experts=self.return_routed_experts,
+            logit_processor=str(self.logit_processor or ""),
+            custom_params=dict(self.custom_params or {}),
         )
-
-
-def check_grammar(name: str, text: str) -> None:
-    """Raise ``InvalidRequest`` for a grammar that would crash an engine.
-
-    XGrammar crashes on some text that is not JSON, on JSON so deep that it overflows the stack, and
-    on a NUL in a regular expression. The engine itself checks everything else.
-    """
-    if name in ("regex", "ebnf"):
-        check_text(name, text)
-        _check_nul(name, text)
-        return
-    try:
-        decoded = msgspec.json.decode(text)
-        patterns = [*_patterns(decoded)] if "\\u0000" in text else []
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-        raise InvalidRequest(f"{name} is not JSON: {error}") from None
-    for pattern in patterns:
-        _check_nul(f"a pattern in {name}", pattern)
-
-
-def _patterns(value: Any) -> Iterator[str]:
-    """Yield the regular expressions in a schema or structural tag."""
-    if isinstance(value, dict):
-        pattern = value.get("pattern")
-        if isinstance(pattern, str):
-            yield pattern
-        patterns = value.get("patternProperties")
-        if isinstance(patterns, dict):
-            yield from patterns
-        value = [*value.values()]
-    if isinstance(value, list):
-        for part in value:
-            yield from _patterns(part)
-
-
-def _check_nul(name: str, pattern: str) -> None:
-    """Raise ``InvalidRequest`` if a pattern contains a NUL.
-
-    XGrammar (0.2.1, 0.2.7) ignores the text after a NUL. If no text is before the NUL, XGrammar
-    reads invalid memory, which crashes the worker.
-    """
-    if "\0" in pattern:
-        raise InvalidRequest(f"{name} holds a NUL character; write it as \\x00: {pattern!r:.200}")
 
 
 def _json(value: Mapping[str, Any]) -> str:
@@ -378,12 +345,20 @@ class SamplingCache:
     Args:
         hidden_size: as in ``EngineInfo``.
         experts: the engine can return routed experts.
+        processors: the declared logit processors.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int = 0, experts: bool = False) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        hidden_size: int = 0,
+        experts: bool = False,
+        processors: Sequence[str] = (),
+    ) -> None:
         self._vocab_size = vocab_size
         self._hidden_size = hidden_size
         self._experts = experts
+        self._processors = processors
         self._by_kwargs: dict[Any, Prepared] = {}
         self._by_params: dict[int, Prepared] = {}
         self._latest: Prepared | None = None
@@ -447,6 +422,7 @@ class SamplingCache:
             raise InvalidRequest(NO_HIDDEN_STATES)
         if params.return_routed_experts and not self._experts:
             raise InvalidRequest(NO_EXPERTS)
+        check_declared(params.logit_processor, self._processors)
         return Prepared(params)
 
     @staticmethod

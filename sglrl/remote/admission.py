@@ -17,14 +17,11 @@ from ..core.prefixes import Route
 from ..driver.driver import ENVELOPE_BYTES, Driver, now
 from ..errors import DeadlineExceeded, InvalidRequest, SglrlError, UnknownEndpoint
 from ..inference.adapters import AdapterPort
+from ..inference.grammar_checks import GRAMMARS, check_grammar
+from ..inference.logit_processors import check_declared
 from ..inference.number_checks import check_number, most_top_logprobs
 from ..inference.routed_experts import check_begin
-from ..inference.sampling import (
-    GRAMMARS,
-    MOST_BIAS,
-    NO_HIDDEN_STATES,
-    check_grammar,
-)
+from ..inference.sampling import MOST_BIAS, NO_HIDDEN_STATES
 from ..inference.tokens import in_range
 from ..weights.port import WeightsPort
 from ..wire.codec import MALFORMED
@@ -76,6 +73,7 @@ class Admission:
         self._most_prompt: int = info.max_prompt_tokens
         self._most_total: int = info.max_total_tokens
         self._hidden_size = info.hidden_size
+        self._processors = info.logit_processors
         self._most_top = most_top_logprobs(info.vocab_size)
         self._max_body = driver.max_message_bytes - ENVELOPE_BYTES
         self._controls = controls
@@ -255,6 +253,7 @@ class Admission:
             raise InvalidRequest("token_ids_logprob is outside the vocabulary")
         if sampling.return_hidden_states and not self._hidden_size:
             raise InvalidRequest(NO_HIDDEN_STATES)
+        check_declared(sampling.logit_processor, self._processors)
         for token, bias in sampling.logit_bias.items():
             if not 0 <= token < vocab_size or not abs(bias) <= MOST_BIAS:
                 raise InvalidRequest("logit_bias is outside the vocabulary, or no number")

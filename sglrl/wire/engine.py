@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -32,6 +32,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     hidden_size: of the states that requests may ask for; 0: they may not.
     routed_experts: the shape and dtype of a token's row of routed experts; None: the engine does
         not return them.
+    logit_processors: the names of the declared logit processors ("module:Class").
     """
 
     model: str
@@ -55,6 +56,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     sleep_tags: tuple[str, ...] = ()
     hidden_size: int = 0
     routed_experts: RoutedShape | None = None
+    logit_processors: tuple[str, ...] = ()
 
 
 class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):
@@ -85,6 +87,8 @@ class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):
     token_ids_logprob: tuple[int, ...] = ()
     return_hidden_states: bool = False
     return_routed_experts: bool = False
+    logit_processor: str = ""
+    custom_params: dict[str, Any] = {}
 
 
 class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -48,6 +48,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     allow_unknown_sglang: start also on an SGLang whose source is unknown.
     keep_weights: give the rank memory that outlives it.
     kept_weights: the path of this memory, which the fork server fills in.
+    logit_processors: the names of the logit processors to import ("module:Class").
     """
 
     engine: str
@@ -65,6 +66,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     allow_unknown_sglang: bool = False
     keep_weights: bool = False
     kept_weights: str = ""
+    logit_processors: tuple[str, ...] = ()
 
 
 class ClientKeys(msgspec.Struct, frozen=True, kw_only=True):

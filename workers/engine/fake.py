@@ -41,6 +41,7 @@ import msgspec
 import numpy as np
 
 from sglrl.errors import InvalidAdapter, InvalidRequest, UnknownAdapter
+from sglrl.inference.logit_processors import check_declared
 from sglrl.inference.routed_experts import NO_EXPERTS, check_begin
 from sglrl.wire.calls import ItemKind
 from sglrl.wire.engine import (
@@ -174,6 +175,7 @@ class FakeEngine:
         check_given(sampling.token_ids_logprob, self.vocab_size)
         if sampling.return_routed_experts and self.routed is None:
             raise InvalidRequest(NO_EXPERTS)
+        check_declared(sampling.logit_processor, ())
         check_begin(args)
         self._check_lora(args.lora)
         self.prompted += count

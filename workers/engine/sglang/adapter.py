@@ -46,7 +46,7 @@ from .commands import PauseCommand, Report, Resume, SleepCommand
 from .draining import Draining
 from .lora_calls import LoraArgs, LoraCalls
 from .next_token import Rows
-from .patches import routed_experts
+from .patches import logit_processors, routed_experts
 from .reports import engine_info, engine_stats
 from .request_table import RequestTable
 from .routed_rows import RoutedRows
@@ -130,6 +130,7 @@ class Adapter(RequestTable):
             scheduler.tokenizer,
             scheduler.model_config.vocab_size,
             args.stream_interval,
+            logit_processors.names(),
         )
 
     def score(self, id_: int, args: ScoreArgs) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from array import array
+from collections.abc import Collection
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -15,11 +16,9 @@ from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateR
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglrl.errors import InvalidRequest
-from sglrl.inference.sampling import (
-    GRAMMARS,
-    LOGPROBS_MODES,
-    SCALED_LOGPROBS,
-)
+from sglrl.inference.grammar_checks import GRAMMARS
+from sglrl.inference.logit_processors import check_declared
+from sglrl.inference.sampling import LOGPROBS_MODES, SCALED_LOGPROBS
 from sglrl.wire.calls import ItemKind
 from sglrl.wire.engine import GenerateArgs, NextTokenArgs, Sampling, ScoreArgs, TokenChunk
 
@@ -62,13 +61,14 @@ def token_array(ids: bytes) -> array[int]:
 
 
 class Wanted(NamedTuple):
-    """What a request reports about its tokens beside their logprobs.
+    """What a request reports about its tokens beside their logprobs, and its logit processor.
 
     Attributes:
         logprobs_mode, mask: see ``commands.Report``.
         token_ids: the tokens whose logprobs are wanted at each position.
         hidden: the hidden states are wanted.
         experts: the routed experts are wanted.
+        processor: the name of the request's logit processor, or "".
     """
 
     logprobs_mode: str = SCALED_LOGPROBS
@@ -76,6 +76,7 @@ class Wanted(NamedTuple):
     token_ids: tuple[int, ...] = ()
     hidden: bool = False
     experts: bool = False
+    processor: str = ""
 
     @property
     def report(self) -> bool:
@@ -88,6 +89,7 @@ class Samplings:
 
     Args:
         stream_interval: number of tokens in each report of a request that streams.
+        processors: the names of the logit processors that requests may use.
     """
 
     def __init__(
@@ -95,10 +97,12 @@ class Samplings:
         tokenizer: Any,
         vocab_size: int,
         stream_interval: int = 1,
+        processors: Collection[str] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._stream_interval = stream_interval
+        self._processors = processors
         self._known: dict[tuple[bytes, bool], tuple[SamplingParams, Wanted]] = {}
 
     def get(self, raw: bytes, stream: bool) -> tuple[SamplingParams, Wanted]:
@@ -113,6 +117,7 @@ class Samplings:
             interval = self._stream_interval if stream else PROGRESS_TOKENS
             params = sampling_params(s, interval, self._tokenizer, self._vocab_size)
             check_given(s.token_ids_logprob, self._vocab_size)
+            check_declared(s.logit_processor, self._processors)
             found = params, _wanted(s)
             if len(self._known) >= _SAMPLINGS:
                 self._known.clear()
@@ -131,6 +136,7 @@ def _wanted(s: Sampling) -> Wanted:
         s.token_ids_logprob,
         s.return_hidden_states,
         s.return_routed_experts,
+        s.logit_processor,
     )
 
 
@@ -172,6 +178,8 @@ def sampling_params(s: Sampling, interval: int, tokenizer: Any, vocab_size: int)
         skip_special_tokens=s.skip_special_tokens,
         sampling_seed=s.seed,
         stream_interval=interval,
+        # SGLang adds the request to a dict, also to an empty one.
+        custom_params=s.custom_params if s.logit_processor else None,
     )
     try:
         params.normalize(tokenizer)
@@ -212,6 +220,7 @@ def generate_request(
         top_logprobs_num=args.top_logprobs,
         token_ids_logprob=list(token_ids) or None,
         return_hidden_states=wanted is not None and wanted.hidden,
+        custom_logit_processor=(wanted and wanted.processor) or None,
         # With stream=True SGLang reports every ``stream_interval`` tokens.
         stream=True,
         priority=priority,

@@ -65,6 +65,11 @@ KNOWN: Final[dict[str, dict[str, str]]] = {
         "cda5191757d6cc99": "0.5.21",
         "f8d795ab811a6961": "0.5.22 to 0.5.23",
     },
+    "sglang.srt.layers.sampler:apply_custom_logit_processor": {
+        "1f253b8ce97057b6": "0.5.17 to 0.5.19",
+        "d8588b8481f82493": "0.5.20",
+        "76e955f650478a3d": "0.5.21 to 0.5.23",
+    },
     "sglang.srt.lora.backend.torch_backend:TorchNativeLoRABackend.prepare_lora_batch": {
         "6ce4c7cf28ff102d": "0.5.17 to 0.5.19",
         "6edc13176598b063": "0.5.20 to 0.5.23",
@@ -202,6 +207,12 @@ KNOWN: Final[dict[str, dict[str, str]]] = {
         "4856a8c8c76b480f": "0.5.21 to 0.5.22",
         "60eb2f65355c8bcd": "0.5.23",
     },
+    "sglang.srt.managers.scheduler:Scheduler.launch_batch_sample_if_needed": {
+        "8014a5735ac36e57": "0.5.17",
+        "81cf149dbe8561d1": "0.5.18",
+        "f21e8cf040c2b900": "0.5.19 to 0.5.22",
+        "f0fedb07f643f6e7": "0.5.23",
+    },
     "sglang.srt.managers.scheduler:Scheduler.maybe_sleep_on_idle": {
         "3c39e1fe8220ea3b": "0.5.17 to 0.5.23",
     },
@@ -275,6 +286,15 @@ KNOWN: Final[dict[str, dict[str, str]]] = {
         "120561e47aafb375": "0.5.21",
         "0af9fb996bb0049a": "0.5.22 to 0.5.23",
     },
+    "sglang.srt.managers.tp_worker:TpModelWorker.forward_batch_generation": {
+        "ae932f5504d2a394": "0.5.17",
+        "170f4c3bbc55616f": "0.5.18",
+        "dfed58cf1048cdd7": "0.5.19",
+        "773a89f468538049": "0.5.20",
+        "7cced6d603063743": "0.5.21",
+        "9a52707cc52055a3": "0.5.22",
+        "074f2a1c07948223": "0.5.23",
+    },
     "sglang.srt.mem_cache.allocator.token:TokenToKVPoolAllocator": {
         "237dacf0b760c1af": "0.5.17",
         "30f7749be9f15726": "0.5.20 to 0.5.23",
@@ -294,6 +314,15 @@ KNOWN: Final[dict[str, dict[str, str]]] = {
     "sglang.srt.model_executor.forward_batch_info:ForwardBatch": {
         "ee89c67ba03579b4": "0.5.17",
         "c18561de596fb762": "0.5.23",
+    },
+    "sglang.srt.model_executor.forward_batch_info:ForwardBatch.init_new": {
+        "c47ef29026e9130f": "0.5.17",
+        "9a0c4387d3e0006f": "0.5.18",
+        "d371f05cb690ec0a": "0.5.19",
+        "e2dc59752e4be5b1": "0.5.20",
+        "a7e61b4cbd9bf676": "0.5.21",
+        "01b5d0ced0bda937": "0.5.22",
+        "1f92fa245fced357": "0.5.23",
     },
     "sglang.srt.model_executor.model_runner:ModelRunner._preprocess_logits": {
         "7b6b74ce05eba5fa": "0.5.17 to 0.5.18",
@@ -318,6 +347,9 @@ KNOWN: Final[dict[str, dict[str, str]]] = {
     "sglang.srt.models.qwen2_moe:fused_gate_sigmoid_mul_add": {
         "02715d78077099d0": "0.5.17 to 0.5.18",
         "42fd76a9ca3743c2": "0.5.19 to 0.5.23",
+    },
+    "sglang.srt.sampling.custom_logit_processor:CustomLogitProcessor.from_str": {
+        "dbf2656ae3ec7cbc": "0.5.17 to 0.5.23",
     },
     "sglang.srt.sampling.penaltylib.frequency_penalty:BatchedFrequencyPenalizer": {
         "3dd8d86a453c3a78": "0.5.17 to 0.5.20",
@@ -347,12 +379,27 @@ KNOWN: Final[dict[str, dict[str, str]]] = {
     "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.copy_for_forward": {
         "a009750025c965f2": "0.5.17 to 0.5.23",
     },
+    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.filter_batch": {
+        "ed20c017f5a96136": "0.5.17 to 0.5.19",
+        "604ca077ac912a60": "0.5.20",
+        "e5e3ba8a39286c11": "0.5.21",
+        "a60d35b4a47552ee": "0.5.22 to 0.5.23",
+    },
     "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.from_schedule_batch": {
         "04411a63bd78f5cd": "0.5.17",
         "3715714296f388a7": "0.5.18 to 0.5.19",
         "9bad4f4a9d3342f6": "0.5.20",
         "182967d8945861a1": "0.5.21",
         "48352e06affec043": "0.5.22 to 0.5.23",
+    },
+    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.merge_batch": {
+        "b832585100495086": "0.5.17 to 0.5.19",
+        "b7752d909850f5a5": "0.5.20",
+        "738fe168ce50c621": "0.5.21",
+        "198d60abe8ea55e5": "0.5.22 to 0.5.23",
+    },
+    "sglang.srt.sampling.sampling_batch_info:SamplingBatchInfo.update_regex_vocab_mask": {
+        "2e03a7b8cf9993c9": "0.5.17 to 0.5.23",
     },
     "sglang.srt.state_capturer.base:BaseHostCache": {
         "734dae1a5084f1da": "0.5.17 to 0.5.19",

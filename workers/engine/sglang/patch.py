@@ -82,6 +82,7 @@ class Setup:
         adapter: the adapter of rank 0; None on other ranks.
         accelerations: the names of the wanted accelerations. None: all.
         allow_unknown: install corrections also on unknown source.
+        logit_processors: the names of the logit processors to import.
     """
 
     server_args: Any
@@ -89,6 +90,7 @@ class Setup:
     adapter: Any = None
     accelerations: Sequence[str] | None = None
     allow_unknown: bool = False
+    logit_processors: Sequence[str] = ()
 
     @property
     def deterministic(self) -> bool:

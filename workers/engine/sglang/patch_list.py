@@ -126,6 +126,26 @@ PATCHES: Final = (
         ),
     ),
     Patch(
+        name="logit_processors",
+        why="SGLang unpickles processors, runs them a token late, and ends if one of them fails",
+        module="patches.logit_processors",
+        argument="enable_custom_logit_processor",
+        wraps=(
+            f"{_SAMPLING}.custom_logit_processor:CustomLogitProcessor.from_str",
+            f"{_FORWARD_BATCH}.init_new",
+        ),
+        reads=(
+            f"{_BATCH}:Req.__init__",
+            f"{_MANAGERS}.tp_worker:TpModelWorker.forward_batch_generation",
+            f"{_SCHEDULER}.launch_batch_sample_if_needed",
+            f"{_SAMPLER}._preprocess_logits",
+            "sglang.srt.layers.sampler:apply_custom_logit_processor",
+            f"{_SAMPLING}.sampling_batch_info:SamplingBatchInfo.update_regex_vocab_mask",
+            f"{_SAMPLING}.sampling_batch_info:SamplingBatchInfo.merge_batch",
+            f"{_SAMPLING}.sampling_batch_info:SamplingBatchInfo.filter_batch",
+        ),
+    ),
+    Patch(
         name="undrawable_tokens",
         why="a request without a drawable token (NaN, a dead end of its grammar) ends all others",
         module="patches.undrawable_tokens",

@@ -9,7 +9,7 @@ from typing import Any
 from sglrl.wire.engine import EngineInfo, EngineStats
 
 from . import compat
-from .patches import routed_experts
+from .patches import logit_processors, routed_experts
 from .request_table import RequestTable
 
 
@@ -70,5 +70,6 @@ def engine_info(
         tokenizer=args.tokenizer_path or "",
         sleep_tags=scheduler.sglrl_sleep.possible,
         routed_experts=routed_experts.shape(),
+        logit_processors=logit_processors.names(),
         **adapters,
     )

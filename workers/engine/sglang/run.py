@@ -94,6 +94,7 @@ def build(body: EngineSpec, adapter: Adapter | None) -> SglrlScheduler:
         adapter=adapter,
         accelerations=body.accelerations,
         allow_unknown=body.allow_unknown_sglang,
+        logit_processors=body.logit_processors,
     )
     patches = install(PATCHES, setup, sglang_folder())
     compat.publish_arguments(server_args, body.rank, body.gpu_id)

@@ -1,8 +1,8 @@
 """End a request with an error if no token can be drawn for it. Other requests continue.
 
-There are three causes. A grammar may allow no token after the accepted ones, for example
-``root ::= root "a"``. A grammar may allow only an end that ``min_new_tokens`` still forbids. The
-logits of a model that has diverged are NaN.
+There are four causes. A logit processor may fail, or allow no token. A grammar may allow no token
+after the accepted ones, for example ``root ::= root "a"``. A grammar may allow only an end that
+``min_new_tokens`` still forbids. The logits of a model that has diverged are NaN.
 
 For such a row SGLang's greedy sampling returns token 0. Its other sampling fails an assertion of
 torch, which ends the process (on a GPU its CUDA context) and so all other requests. A retry of the
@@ -100,10 +100,18 @@ def end_undrawable(batch: Any, result: Any, version: int) -> None:
             or request.inflight_middle_chunks > 0
         ):
             continue
-        if _allows_nothing(request):
+        if error := getattr(request, "sglrl_processor_error", ""):
+            request.to_finish = FINISH_ABORT(error, HTTPStatus.BAD_REQUEST)
+        elif _allows_nothing(request):
             request.to_finish = FINISH_ABORT(
                 f"no token is allowed after the {len(request.output_ids)} generated tokens: check "
                 "the grammar, min_new_tokens and stop_token_ids",
+                HTTPStatus.BAD_REQUEST,
+            )
+        elif request.custom_logit_processor is not None:
+            request.to_finish = FINISH_ABORT(
+                f"the logit processor {request.custom_logit_processor!r} allows no token after the "
+                f"{len(request.output_ids)} generated tokens, or a logit is NaN or infinite",
                 HTTPStatus.BAD_REQUEST,
             )
         else:
