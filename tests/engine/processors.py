@@ -1,0 +1,69 @@
+"""Logit processors that workers import, and others that they must reject."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from sglang.srt.sampling.custom_logit_processor import CustomLogitProcessor
+
+
+class Shift(CustomLogitProcessor):  # type: ignore[misc]
+    """Adds ``bias`` to one logit, which the last token and the position determine."""
+
+    def __call__(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
+        for row, own in zip(logits, params, strict=True):
+            request = own["__req__"]
+            ids = [*request.origin_input_ids, *request.output_ids]
+            row[(7 * ids[-1] + len(request.output_ids)) % len(row)] += own["bias"]
+        return logits
+
+
+class Ban(CustomLogitProcessor):  # type: ignore[misc]
+    """Bans ``tokens`` at every ``every``-th position of the output, from the first on."""
+
+    def __call__(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
+        rows = [
+            torch.where(
+                torch.zeros_like(row).index_fill(0, torch.tensor(own["tokens"]), 1) > 0,
+                -math.inf,
+                row,
+            )
+            if len(own["__req__"].output_ids) % own["every"] == 0
+            else row
+            for row, own in zip(logits, params, strict=True)
+        ]
+        return torch.stack(rows)
+
+
+class Fails(CustomLogitProcessor):  # type: ignore[misc]
+    """Changes its argument, and fails at position ``at``; otherwise it undoes the change."""
+
+    def __call__(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> Any:
+        logits += 1000 * torch.rand_like(logits)
+        for own in params:
+            if len(own["__req__"].output_ids) == own["at"]:
+                match own["how"]:
+                    case "raise":
+                        raise KeyError("some key")
+                    case "shape":
+                        return logits[:, :-1]
+                    case "none":
+                        return None
+        for row, own in zip(logits, params, strict=True):
+            row.zero_()
+            row[own["token"]] = 1
+        return logits
+
+
+class NoProcessor:
+    pass
+
+
+class Needs(CustomLogitProcessor):  # type: ignore[misc]
+    def __init__(self) -> None:
+        raise OSError("the table is missing")
+
+    def __call__(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
+        return logits
