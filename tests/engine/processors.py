@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from typing import Any
 
 import torch
@@ -38,10 +39,10 @@ class Ban(CustomLogitProcessor):  # type: ignore[misc]
 
 
 class Fails(CustomLogitProcessor):  # type: ignore[misc]
-    """Changes its argument, and fails at position ``at``; otherwise it undoes the change."""
+    """Makes ``token`` the likeliest, and fails at position ``at``, after it has changed logits."""
 
     def __call__(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> Any:
-        logits += 1000 * torch.rand_like(logits)
+        logits[:, 0] += 1000
         for own in params:
             if len(own["__req__"].output_ids) == own["at"]:
                 match own["how"]:
@@ -51,9 +52,11 @@ class Fails(CustomLogitProcessor):  # type: ignore[misc]
                         return logits[:, :-1]
                     case "none":
                         return None
+                    case "exit":
+                        os._exit(1)
+        logits[:, 0] -= 1000
         for row, own in zip(logits, params, strict=True):
-            row.zero_()
-            row[own["token"]] = 1
+            row[own["token"]] += 500
         return logits
 
 

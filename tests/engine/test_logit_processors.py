@@ -193,7 +193,7 @@ async def test_after_a_pause(engine: sglrl.Client, reference: Reference) -> None
 
 async def test_a_worker_is_lost(engine: sglrl.Client, reference: Reference) -> None:
     """The processor sees the tokens that the lost worker sampled as output."""
-    wanted = {**LONG, "max_new_tokens": 100, "logprobs": True, "seed": 8, **SHIFTED}
+    wanted = {**LONG, "max_new_tokens": 300, "logprobs": True, "seed": 8, **SHIFTED}
     whole = await engine.generate(**wanted)
     stream = engine.stream(**wanted)
     seen = 0
@@ -225,8 +225,11 @@ async def test_a_processor_that_fails(engine: sglrl.Client) -> None:
         wanted = {**LONG, "max_new_tokens": 12, "worker": 1, **values}
         return engine.generate(**wanted, logit_processor=FAILS, custom_params=params)
 
-    # A finished request stays in the batch for one more step, whose position is 12.
-    good = [call(3, 12, "raise", temperature=0), call(4, 40, "raise", temperature=0)]
+    # With overlap, a finished request stays in the batch for one more step, whose position is 12.
+    good = [
+        call(3, 12, "exit", temperature=0),
+        call(4, 40, "raise", temperature=0, max_new_tokens=20),
+    ]
     bad = [call(5, 4, how, temperature=0.5) for how in FAILURES]
     every = {"tokens": [*range(512)], "every": 5}
     none = engine.generate(
@@ -234,7 +237,7 @@ async def test_a_processor_that_fails(engine: sglrl.Client) -> None:
     )
     *made, gone = await asyncio.gather(*good, *bad, none, return_exceptions=True)
     assert made[0].output_ids.tolist() == [3] * 12
-    assert made[1].output_ids.tolist() == [4] * 12
+    assert made[1].output_ids.tolist() == [4] * 20
     for error, says in zip(made[2:], FAILURES.values(), strict=True):
         with pytest.raises(sglrl.InvalidRequest, match=says):
             raise error
