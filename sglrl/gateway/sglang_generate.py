@@ -46,7 +46,7 @@ _IGNORED: Final = (
 _NOTHING: Final[dict[str, Any]] = {"disagg_prefill_dp_rank": (None, -1)}
 """Values of fields that are not supported which ask for nothing. Of others: false, or empty."""
 _INSTEAD: Final = {
-    "custom_logit_processor": "logit_bias or a grammar in sampling_params",
+    "custom_logit_processor": "logit_processor in sampling_params, the name of a declared class",
     "input_embeds": "text or input_ids",
     "return_hidden_states": "Client.generate(return_hidden_states=True)",
     "return_flat_raw_top_logprobs": "top_logprobs_num",
@@ -58,7 +58,7 @@ _IGNORED_SAMPLING: Final = ("spaces_between_special_tokens", "stream_interval")
 
 
 class _Sampling(CommonSampling, frozen=True, kw_only=True):
-    """``sampling_params``, with SGLang's names."""
+    """``sampling_params``, with SGLang's names, and our ``logit_processor``."""
 
     max_new_tokens: int | None = None
     min_new_tokens: int | None = None
@@ -70,6 +70,8 @@ class _Sampling(CommonSampling, frozen=True, kw_only=True):
     regex: str | None = None
     ebnf: str | None = None
     structural_tag: str | dict[str, Any] | None = None
+    logit_processor: str | None = None
+    custom_params: dict[str, Any] | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):

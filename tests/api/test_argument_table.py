@@ -39,7 +39,7 @@ DOUBTFUL: dict[str, tuple[Any, str]] = {
     "export_metrics_to_file": (True, "use client.stats()"),
     "tool_call_parser": ("qwen25", "use renderer="),
     "reasoning_parser": ("qwen3", "use renderer="),
-    "enable_custom_logit_processor": (True, "use logit_bias"),
+    "enable_custom_logit_processor": (True, "use logit_processors="),
     "disaggregation_mode": ("prefill", "in the same engine"),
     "tokenizer_worker_num": (2, "the driver tokenizes"),
     "api_key": ("x", "use sglrl.serve"),

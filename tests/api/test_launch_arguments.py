@@ -76,6 +76,30 @@ def test_an_error_names_our_argument(model: Path, name: str, ours: str) -> None:
     assert str(caught.value).startswith(f"{name!r} is not an argument of launch; use {ours}")
 
 
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("a:B", r"must be a list of names, got 'a:B'"),
+        ({"a:B"}, r"must be a list of names, got"),
+        (["a:B", "C"], r"as 'module:Class', got 'C'"),
+        (["__main__:C"], r"as 'module:Class', got '__main__:C'"),
+        ([int], r"as 'module:Class', got <class 'int'>"),
+    ],
+)
+def test_names_of_logit_processors(model: Path, given: Any, says: str) -> None:
+    with pytest.raises(sglrl.UsageError, match=says):
+        sglrl.launch(model, device="cpu", logit_processors=given)
+
+
+async def test_the_fake_engine_has_no_logit_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(sglrl.UsageError, match=r"engine='fake' has no logits"):
+        sglrl.launch("fake", engine="fake", logit_processors=["a:B"])
+    async with sglrl.launch("fake", engine="fake") as client:
+        monkeypatch.setattr("sglrl.inference.sampling.check_declared", lambda name, declared: None)
+        with pytest.raises(sglrl.InvalidRequest, match="no logit processor 'a:B'"):
+            await client.generate(input_ids=[1], max_new_tokens=1, logit_processor="a:B")
+
+
 def test_tensor_parallel_size_is_tp_size(model: Path) -> None:
     with pytest.raises(sglrl.NotEnoughDevices, match="tp_size=2 needs as many GPUs"):
         sglrl.launch(model, device="cpu", tensor_parallel_size=2)

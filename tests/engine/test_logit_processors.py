@@ -238,6 +238,7 @@ async def test_a_processor_that_fails(engine: sglrl.Client) -> None:
     *made, gone = await asyncio.gather(*good, *bad, none, return_exceptions=True)
     assert made[0].output_ids.tolist() == [3] * 12
     assert made[1].output_ids.tolist() == [4] * 20
+    assert made[1].resumed == 0
     for error, says in zip(made[2:], FAILURES.values(), strict=True):
         with pytest.raises(sglrl.InvalidRequest, match=says):
             raise error

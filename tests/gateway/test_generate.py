@@ -35,11 +35,12 @@ def test_names_of_sglang_become_ours() -> None:
     params = {
         "sampling_seed": 3, "stop_token_ids": [5], "n": 2, "ebnf": "x", "min_new_tokens": 2,
         "temperature": None, "spaces_between_special_tokens": False, "no_stop_trim": True,
+        "logit_processor": "a:B", "custom_params": {"x": 1},
     }  # fmt: skip
     (turn,) = body(sampling_params=params, rid="x", priority=2, stream=True).turns()
     assert turn.sampling == {
         "seed": 3, "stop_token_ids": [5], "ebnf": "x", "min_new_tokens": 2, "no_stop_trim": True,
-        "max_new_tokens": 128,
+        "max_new_tokens": 128, "logit_processor": "a:B", "custom_params": {"x": 1},
     }  # fmt: skip
     assert (turn.prompt, turn.choices, turn.rid, turn.priority) == ("Hi", 2, "x", 2)
     assert turn.stream is True
@@ -80,10 +81,8 @@ def test_values_of_a_batch() -> None:
             {"sampling_params": {"top_p": "x"}},
             "got `str` - at `top_p`",
         ),
-        (
-            {"sampling_params": {"custom_params": {"a": 1}}},
-            "sampling_params: the field 'custom_params'",
-        ),
+        ({"sampling_params": {"custom_params": [1]}}, "got `array` - at `custom_params`"),
+        ({"sampling_params": {"logit_processor": 1}}, "got `int` - at `logit_processor`"),
         ({"sampling_params": {"seed": 1, "sampling_seed": 1}}, "another name for 'seed'"),
         ({"sampling_params": [{}, {}]}, "there are 1 prompts and 2 sampling_params"),
         (
@@ -119,7 +118,7 @@ def test_values_of_a_batch() -> None:
             {"token_ids_logprob": [[3], [4]], "return_logprob": True},
             "there are 1 prompts and 2 values of token_ids_logprob",
         ),
-        ({"custom_logit_processor": "x"}, "is not supported; use logit_bias or a grammar"),
+        ({"custom_logit_processor": "x"}, "is not supported; use logit_processor in sampling"),
         ({"session_params": {"id": "x"}}, "use a session of the gateway"),
     ],
 )

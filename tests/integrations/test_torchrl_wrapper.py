@@ -430,6 +430,8 @@ SAMPLING = {
     "no_stop_trim": True,
     "logit_bias": {5: -1.0},
     "logprobs_mode": "raw_logprobs",
+    "logit_processor": "module:Class",
+    "custom_params": {"bias": 1.0},
 }
 
 
@@ -490,7 +492,7 @@ def test_every_sampling_name_is_forwarded(pool: sglrl.BlockingClient, tokenizer:
         ({"num_beams": 4}, "SGLang has nothing of the kind"),
         ({"best_of": 4}, "SGLang has nothing of the kind"),
         ({"logprobs": 5}, "of sampled tokens alone"),
-        ({"custom_params": {"a": 1}}, "custom logit processors"),
+        ({"custom_params": {"a": 1}}, "custom_params needs logit_processor"),
         ({"allowed_token_ids": [1]}, "logit_bias"),
         ({"bad_words": ["a"]}, "logit_bias"),
         ({"prompt_logprobs": 1}, r"client\.score"),

@@ -26,7 +26,6 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
 """Neutral values of TorchRL's, vLLM's and SGLang's arguments without a counterpart in sglrl. These
 values are ignored."""
 _INSTEAD: Final = {
-    "custom_params": "only custom logit processors read them, which SGLang takes as pickled code",
     "allowed_token_ids": "give logit_bias, or a regex or grammar",
     "bad_words": "give logit_bias with -inf for the tokens that begin them",
     "prompt_logprobs": "use client.score",
