@@ -27,6 +27,7 @@ from .reference import Reference
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 TEXT = "The sum of 2 and 3 is"
+SHIFT = f"{__package__}.processors:Shift"
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +37,7 @@ def policy(models: Path) -> Reference:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def pool(policy: Reference) -> AsyncIterator[sglrl.Client]:
-    async with sglrl.launch(policy.folder, device="cpu") as client:
+    async with sglrl.launch(policy.folder, device="cpu", logit_processors=[SHIFT]) as client:
         yield client
 
 
@@ -109,6 +110,18 @@ async def test_sglang_generate(
                 for found in meta["output_top_logprobs"]
             ]
             check(policy, prompt, ids, logprobs, top)
+
+
+async def test_logit_processor(pool: sglrl.Client, http: httpx.AsyncClient) -> None:
+    how = {"temperature": 0, "logit_processor": SHIFT, "custom_params": {"bias": 9.5}}
+    made = await pool.generate(TEXT, max_new_tokens=9, ignore_eos=True, **how)
+    how |= {"max_new_tokens": 9, "ignore_eos": True}
+    answer = await http.post("/generate", json={"text": TEXT, "sampling_params": how})
+    assert answer.json()["output_ids"] == made.output_ids.tolist()
+    how["logit_processor"] = "os:system"
+    answer = await http.post("/generate", json={"text": TEXT, "sampling_params": how})
+    assert answer.status_code == 400
+    assert "no logit processor 'os:system'" in answer.text
 
 
 async def test_greedy_tokens(http: httpx.AsyncClient, policy: Reference, prompt: list[int]) -> None:

@@ -62,6 +62,7 @@ async def engine(request: pytest.FixtureRequest, qwen: Path) -> AsyncIterator[sg
         replicas=2,
         restarts=9,
         logit_processors=[SHIFT, BAN, FAILS],
+        chunked_prefill_size=64,
         disable_overlap_schedule=request.param,
     ) as client:
         yield client
@@ -121,10 +122,12 @@ async def test_in_one_batch(engine: sglrl.Client, reference: Reference) -> None:
             return_sampling_mask=True,
         ),
         call(20, temperature=0, frequency_penalty=1.5, logit_bias={3: 2.0}),
+        # The prompt is prefilled in parts.
+        call(12, input_ids=[*range(40, 240)], temperature=0, **SHIFTED),
     )
-    banned, short, samples, top, raw, masked, _ = rest
+    banned, short, samples, top, raw, masked, _, parts = rest
     one, other = await first, await plain
-    for made in (one, short):
+    for made in (one, short, parts):
         check(reference, made, shift, greedy=True)
     check(reference, banned, ban, greedy=True)
     check(reference, other, nothing, greedy=True)
@@ -175,6 +178,22 @@ async def test_a_grammar(engine: sglrl.Client, reference: Reference) -> None:
     )
     assert a not in other.output_ids
     assert b in other.output_ids or len(other.text) == 30
+
+
+async def test_sessions_and_other_processes(engine: sglrl.Client, reference: Reference) -> None:
+    how = {"max_new_tokens": 6, "temperature": 0, "ignore_eos": True, **SHIFTED}
+    async with engine.session(input_ids=PROMPT, **how) as session:
+        first = await session.generate()
+        session.observe([7, 8])
+        second = await session.generate(**BANNING)
+    assert second.prompt_ids.tolist() == [*PROMPT, *first.output_ids, 7, 8]
+    check(reference, first, shift, greedy=True)
+    check(reference, second, ban, greedy=True)
+    async with sglrl.connect(engine.address) as remote:
+        assert remote.info.logit_processors == (SHIFT, BAN, FAILS)
+        made = await remote.generate(input_ids=PROMPT, logprobs=True, **how)
+    assert made.output_ids.tolist() == first.output_ids.tolist()
+    check(reference, made, shift, greedy=True)
 
 
 async def test_after_a_pause(engine: sglrl.Client, reference: Reference) -> None:

@@ -30,6 +30,7 @@ ARGUMENTS = SimpleNamespace(
     tp_size=1,
     enable_lora=False,
     enable_return_routed_experts=False,
+    enable_custom_logit_processor=False,
 )
 
 
