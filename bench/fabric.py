@@ -41,7 +41,7 @@ def main(
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 5,
     replicas: Annotated[int, typer.Option(min=1, help="Worker processes of our fabric.")] = 1,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Short repetitions, for CI: under a minute.")
+        bool, typer.Option("--quick", help="One short repetition, for CI: under half a minute.")
     ] = False,
     peers: Annotated[bool, typer.Option(help="Measure HTTP, Ray and Monarch too.")] = True,
     address: Annotated[
@@ -50,10 +50,10 @@ def main(
 ) -> None:
     """Measure latency, rate and cost of a call: our fabric, an HTTP echo and other actors."""
     if quick:
-        seconds, repeats = 0.3, 2
+        seconds, repeats = 0.1, 1
     info = machine()
     load = {"seconds": seconds, "repeats": repeats, "levels": _LEVELS}
-    sglrl = load | {"replicas": replicas, "idle": 1.0 if quick else 4.0}
+    sglrl = load | {"replicas": replicas, "idle": 0.1 if quick else 4.0}
     memory = load | {"levels": _LEVELS[1:]}
     plan: list[tuple[str, str, str, dict[str, Any]]] = [
         (f"sglrl {transport}", _PARTS, "sglrl", sglrl | {"address": transport})

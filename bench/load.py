@@ -67,7 +67,8 @@ async def closed_loop(
 ) -> list[Window]:
     """Return ``repeats`` windows of ``seconds`` under constant load, after a warm-up.
 
-    Latencies are recorded only with ``record``, because reading the clock twice adds to the cost.
+    A window ends later if no call has been answered in it. Latencies are recorded only with
+    ``record``, because reading the clock twice adds to the cost.
     """
     settle_collector()
     count = 0
@@ -93,11 +94,13 @@ async def closed_loop(
     async with asyncio.TaskGroup() as group:
         for _ in range(in_flight):
             group.create_task(timed_caller() if record else caller())
-        await asyncio.sleep(WARM_SECONDS)
+        await asyncio.sleep(min(seconds, WARM_SECONDS))
         for _ in range(repeats):
             latencies.clear()
             begun = (count, clock(), time.process_time(), time.thread_time())
             await asyncio.sleep(seconds)
+            while count == begun[0]:  # noqa: ASYNC110
+                await asyncio.sleep(seconds)
             ended = (count, clock(), time.process_time(), time.thread_time())
             # In a steady state, as many calls begin as end.
             windows.append(

@@ -114,13 +114,13 @@ def _fake(
         "step_seconds": 0.008,
         "tokens_per_step": 32 if quick else 8,
         "capacity_seconds": 0.5 if quick else 4.0,
-        "other_agents": max(64, agents // 4),
+        "other_agents": max(16 if quick else 64, agents // 4),
         "fixed": (2,) if quick else (0.5, 1, 2, 4, 16),
         "batches": (2,) if quick else (2, 4),
     }
     bare = {
-        "seconds": 0.3 if quick else 1.0,
-        "repeats": 2 if quick else 5,
+        "seconds": 0.1 if quick else 1.0,
+        "repeats": 1 if quick else 5,
         "levels": (512,),
         "replicas": replicas,
         "address": "ipc",
@@ -136,7 +136,7 @@ def _fake(
     if peers:
         plan.append((_HTTP, _PARTS, "http", load | {"in_flight": 512}))
     beside = {
-        "agents": 500 if quick else 5000,
+        "agents": 100 if quick else 5000,
         "turns": 4,
         "tool": (0.01, 0.03),
         "at_a_time": 256,
