@@ -36,20 +36,25 @@ def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
     )
 
 
-def run_here(*arguments: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Run a command in this process, which already has the imports. Return its output."""
+def run_here(*arguments: str, capsys: pytest.CaptureFixture[str], code: int = 0) -> str:
+    """Run a command in this process, which already has the imports.
+
+    Args:
+        code: the exit code that the command must have.
+
+    Returns:
+        What the command wrote to standard output, or to standard error if it must fail.
+    """
     with pytest.raises(SystemExit) as exit_:
         main(arguments)
     captured = capsys.readouterr()
-    assert exit_.value.code == 0, captured.err
-    return captured.out
+    assert exit_.value.code == code, captured.err
+    return captured.err if code else captured.out
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help(command: str) -> None:
-    process = run(command, "--help")
-    assert process.returncode == 0, process.stderr
-    assert f"sglrl {command}" in process.stdout
+def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert f"sglrl {command}" in run_here(command, "--help", capsys=capsys)
 
 
 def test_help_lists_the_commands() -> None:
@@ -200,11 +205,17 @@ def test_generate_prints_text() -> None:
         (["generate", "tiny", "--temperatur", "1"], "--temperatur"),
     ],
 )
-def test_wrong_usage_is_one_message_and_exit_code_2(arguments: list[str], words: str) -> None:
-    process = run(*arguments)
-    assert process.returncode == 2, process.stderr
-    assert words in process.stderr
-    assert "Traceback" not in process.stderr
+def test_wrong_usage_is_one_message_and_exit_code_2(
+    arguments: list[str],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Other tests run commands with wrong usage in their own processes."""
+    monkeypatch.setattr(sys, "stdin", io.StringIO())
+    message = run_here(*arguments, capsys=capsys, code=2)
+    assert words in message
+    assert "Traceback" not in message
 
 
 def test_keys_says_what_it_made_and_what_goes_where(tmp_path: Path) -> None:
