@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import closing
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
@@ -19,18 +20,34 @@ from .links import Inbox
 
 LIMIT = 1 << 20
 TIMEOUT = 1.5
+BUSY = ("dealer", "router")
 
 
-@pytest.fixture(params=["plain", "curve"])
-async def router(request: pytest.FixtureRequest) -> AsyncIterator[ZmqRouter]:
+@contextmanager
+def router_of(kind: str) -> Iterator[ZmqRouter]:
     secret = key_pair()[1]
-    keys = DriverKeys(secret=secret, clients=frozenset()) if request.param == "curve" else None
+    keys = DriverKeys(secret=secret, clients=frozenset()) if kind == "curve" else None
     with closing(
         ZmqRouter(
             "tcp://127.0.0.1:*", max_message_bytes=LIMIT, keys=keys, heartbeat_timeout=TIMEOUT
         )
     ) as made:
         yield made
+
+
+async def at_once(case: Callable[..., Coroutine[Any, Any, None]], *values: Sequence[Any]) -> None:
+    """Run ``case`` with each combination of values at the same time, since it mostly waits."""
+
+    async def run(arguments: tuple[Any, ...]) -> None:
+        try:
+            await case(*arguments)
+        except BaseException as error:
+            error.add_note(f"in the case {arguments}")
+            raise
+
+    async with asyncio.TaskGroup() as group:
+        for arguments in itertools.product(*values):
+            group.create_task(run(arguments))
 
 
 def dealer(
@@ -60,32 +77,38 @@ async def unknown(router: ZmqRouter) -> None:
         await asyncio.sleep(0)
 
 
-@pytest.mark.parametrize("kind", [ZmqDealer, ZmqPolledDealer])
-@pytest.mark.parametrize("busy", ["", "dealer", "router"])
-async def test_a_silent_connection(router: ZmqRouter, kind: Any, busy: str) -> None:
+async def test_silent_connections() -> None:
+    await at_once(silent, ["plain", "curve"], [ZmqDealer, ZmqPolledDealer], ["", *BUSY])
+
+
+async def silent(keys: str, kind: Any, busy: str) -> None:
     """If ``busy``, this end sends all the time, so its heartbeats queue after other messages."""
     inbox, broken, told = Inbox(), asyncio.Event(), threading.Event()
-    router.start(inbox, None, broken.set)
-    async with Proxy(router.address) as proxy:
-        with dealer(router, proxy.address, told.set, kind) as end:
-            end.send([b"hello"])
-            await inbox.reach(1)
-            assert router.send(b"w", [b"hello"])
-            proxy.silence(0)
-            large = bytes(LIMIT)
-            for _ in range(32):
-                if busy == "dealer":
-                    end.send([large])
-                elif busy == "router":
-                    router.send(b"w", [large])
-            assert await asyncio.to_thread(told.wait, 20)
-            await broken.wait()
-            await unknown(router)
+    with router_of(keys) as router:
+        router.start(inbox, None, broken.set)
+        async with Proxy(router.address) as proxy:
+            with dealer(router, proxy.address, told.set, kind) as end:
+                end.send([b"hello"])
+                await inbox.reach(1)
+                assert router.send(b"w", [b"hello"])
+                proxy.silence(0)
+                large = bytes(LIMIT)
+                for _ in range(32):
+                    if busy == "dealer":
+                        end.send([large])
+                    elif busy == "router":
+                        router.send(b"w", [large])
+                assert await asyncio.to_thread(told.wait, 20)
+                await broken.wait()
+                await unknown(router)
 
 
-@pytest.mark.parametrize("by", ["router", "dealer"])
-async def test_an_end_notices_by_itself(by: str) -> None:
+async def test_an_end_notices_by_itself() -> None:
     """Only one end sends heartbeats. The other end does not need them."""
+    await at_once(notices, BUSY)
+
+
+async def notices(by: str) -> None:
     both: list[float | None] = [None, TIMEOUT]
     of_router, of_dealer = both if by == "dealer" else both[::-1]
     inbox, broken, told = Inbox(), asyncio.Event(), threading.Event()
@@ -105,20 +128,22 @@ async def test_an_end_notices_by_itself(by: str) -> None:
                     await unknown(router)
 
 
-async def test_a_driver_that_is_busy_in_python(router: ZmqRouter) -> None:
+@pytest.mark.parametrize("keys", ["plain", "curve"])
+async def test_a_driver_that_is_busy_in_python(keys: str) -> None:
     """Many messages wait for the driver meanwhile. No connection breaks, and no message is lost."""
     inbox, answers, told = Inbox(), Inbox(), threading.Event()
-    router.start(inbox)
-    with dealer(router, router.address, told.set) as end:
-        end.start(answers)
-        end.send([b"hello"])
-        await inbox.reach(1)
-        for n in range(10_000):
-            end.send([b"%d" % n])
-        # Both ends share this loop. It is blocked for several times the time limit.
-        time.sleep(3 * TIMEOUT)  # noqa: ASYNC251
-        got = await inbox.reach(10_001)
-        assert [frames for _, frames in got[1:]] == [[b"%d" % n] for n in range(10_000)]
-        assert router.send(b"w", [b"still there"])
-        assert await answers.reach(1) == [[b"still there"]]
-        assert not told.is_set()
+    with router_of(keys) as router:
+        router.start(inbox)
+        with dealer(router, router.address, told.set) as end:
+            end.start(answers)
+            end.send([b"hello"])
+            await inbox.reach(1)
+            for n in range(10_000):
+                end.send([b"%d" % n])
+            # Both ends share this loop. It is blocked for several times the time limit.
+            time.sleep(3 * TIMEOUT)  # noqa: ASYNC251
+            got = await inbox.reach(10_001)
+            assert [frames for _, frames in got[1:]] == [[b"%d" % n] for n in range(10_000)]
+            assert router.send(b"w", [b"still there"])
+            assert await answers.reach(1) == [[b"still there"]]
+            assert not told.is_set()
