@@ -13,7 +13,8 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from namespaces import Host, another_host
+from at_once import at_once
+from namespaces import Host, another_host, need_namespaces
 from processes import strike, wait_for_end
 
 import sglrl
@@ -110,9 +111,13 @@ def fail(here: Host, there: Host, how: str, *, fails: bool) -> None:
         here.loses = fails
 
 
-@pytest.mark.parametrize("how", ["down", "both"])
-async def test_for_less_than_the_timeout(how: str) -> None:
+async def test_for_less_than_the_timeout() -> None:
     """Answers arrive late, from the same workers."""
+    need_namespaces()
+    await at_once(for_less_than_the_timeout, ["down", "both"])
+
+
+async def for_less_than_the_timeout(how: str) -> None:
     with another_host() as (here, there):
         async with pool(here, there, heartbeat_timeout=30.0, orphan_timeout=30.0) as (
             hosts,
@@ -129,9 +134,13 @@ async def test_for_less_than_the_timeout(how: str) -> None:
             assert [host.state for host in hosts.hosts] == ["connected", "connected"]
 
 
-@pytest.mark.parametrize("how", ["down", "to the driver", "from the driver"])
-async def test_for_longer_than_the_timeout(how: str) -> None:
+async def test_for_longer_than_the_timeout() -> None:
     """Calls go on here. The same worker is used again when its host is back."""
+    need_namespaces()
+    await at_once(for_longer_than_the_timeout, ["down", "to the driver", "from the driver"])
+
+
+async def for_longer_than_the_timeout(how: str) -> None:
     with another_host() as (here, there):
         async with pool(here, there, heartbeat_timeout=4.0, orphan_timeout=60.0) as (_, client):
             before = [worker.pid for worker in client.workers]

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import signal
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from namespaces import Host, Program, two_hosts
+from at_once import at_once
+from namespaces import Host, Program, need_namespaces, two_hosts
 from processes import strike
 from proxy import Proxy
 
@@ -35,9 +37,13 @@ def begin(one: Host, two: Host, timeout: float, tokens: int) -> tuple[Program, P
     return pool, client
 
 
-@pytest.mark.parametrize("how", ["down", "from the pool", "to the pool"])
-def test_a_link_that_fails(how: str) -> None:
+async def test_a_link_that_fails() -> None:
     """Both sides notice: the streams raise an error, and the pool forgets the client."""
+    need_namespaces()
+    await at_once(partial(asyncio.to_thread, fails), ["down", "from the pool", "to the pool"])
+
+
+def fails(how: str) -> None:
     with two_hosts() as (one, two):
         pool, client = begin(one, two, 4.0, 1_000_000)
         if how == "down":
@@ -53,9 +59,13 @@ def test_a_link_that_fails(how: str) -> None:
         pool.leave()
 
 
-@pytest.mark.parametrize("how", ["down", "loses"])
-def test_a_link_that_fails_for_less_than_the_timeout(how: str) -> None:
+async def test_a_link_that_fails_for_less_than_the_timeout() -> None:
     """Every token arrives exactly once."""
+    need_namespaces()
+    await at_once(partial(asyncio.to_thread, fails_for_a_short_time), ["down", "loses"])
+
+
+def fails_for_a_short_time(how: str) -> None:
     with two_hosts() as (one, two):
         pool, client = begin(one, two, 20.0, 500)
         if how == "down":

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from at_once import at_once
 
 import sglrl
 from sglrl.rollouts import task_ending
@@ -85,16 +86,14 @@ async def swallows_everything(session: sglrl.Session) -> None:
             await asyncio.Event().wait()
 
 
+# The interpreter reports the exception when it collects the coroutine of ``swallows_everything``.
+UNRAISABLE = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 HANGS = [once, always, shields, waits_in_finally]
 hangs = pytest.mark.parametrize(
     "hang",
     [
         *HANGS,
-        # The interpreter reports the exception when it collects the coroutine.
-        pytest.param(
-            swallows_everything,
-            marks=pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
-        ),
+        pytest.param(swallows_everything, marks=UNRAISABLE),
     ],
     ids=lambda hang: hang.__name__,
 )
@@ -161,19 +160,30 @@ async def test_an_agent_that_waits_for_a_task_of_its_own(
     await inner[0]
 
 
-@hangs
+@pytest.mark.parametrize(
+    "some",
+    [HANGS, pytest.param([swallows_everything], marks=UNRAISABLE)],
+    ids=["hangs", "swallows"],
+)
 @pytest.mark.usefixtures("short_grace")
 async def test_what_is_late_is_lost_and_the_run_goes_on(
-    hang: Any, client: sglrl.Client, caplog: pytest.LogCaptureFixture, noise: Any
+    some: list[Any], client: sglrl.Client, caplog: pytest.LogCaptureFixture, noise: Any
 ) -> None:
-    agent = agent_of(hang, asyncio.Event())
-    run = sglrl.rollout(client, agent, ITEMS, timeout=2.0, retries=1, concurrency=1)
-    groups = [group.index async for group in run]
-    assert sorted(groups) == [0, 2]
-    assert run.metrics.samples_lost == {"timeout": 2}, "it was tried again"
-    assert [type(error) for error in run.errors] == [sglrl.DeadlineExceeded] * 2
-    assert len(errors(caplog)) == 2
-    assert "(timeout)" in errors(caplog)[0]
+    async def late(hang: Any) -> None:
+        agent = agent_of(hang, asyncio.Event())
+        run = sglrl.rollout(client, agent, ITEMS, timeout=2.0, retries=1, concurrency=1)
+        groups = [group.index async for group in run]
+        assert sorted(groups) == [0, 2]
+        assert run.metrics.samples_lost == {"timeout": 2}, "it was tried again"
+        assert [type(error) for error in run.errors] == [sglrl.DeadlineExceeded] * 2
+
+    await at_once(late, some)
+    found = errors(caplog)
+    assert len(found) == 2 * len(some)
+    for hang in some:
+        its = [error for error in found if f"in {hang.__name__}\n" in error]
+        assert len(its) == 2
+        assert "(timeout)" in its[0]
 
 
 @pytest.mark.usefixtures("short_grace")
@@ -283,17 +293,21 @@ def away(hang: str, mark: Path) -> Any:
     return agent
 
 
-@pytest.mark.parametrize("hang", ["once", "always"])
 async def test_late_in_another_process(
-    hang: str, client: sglrl.Client, caplog: pytest.LogCaptureFixture, tmp_path: Path
+    client: sglrl.Client, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    agent = away(hang, tmp_path / "hangs")
-    run = sglrl.rollout(client, agent, ITEMS, timeout=3.0, retries=0, processes=1)
-    assert sorted([group.index async for group in run]) == [0, 2]
-    assert run.metrics.samples_lost == {"timeout": 1}
-    (error,) = errors(caplog)
-    assert "away.<locals>.agent with sample 0 of item 1 was cancelled (timeout)" in error
-    assert "in agent\n" in error
+    async def late(hang: str) -> None:
+        agent = away(hang, tmp_path / hang)
+        run = sglrl.rollout(client, agent, ITEMS, timeout=3.0, retries=0, processes=1)
+        assert sorted([group.index async for group in run]) == [0, 2]
+        assert run.metrics.samples_lost == {"timeout": 1}
+
+    await at_once(late, ["once", "always"])
+    found = errors(caplog)
+    assert len(found) == 2
+    for error in found:
+        assert "away.<locals>.agent with sample 0 of item 1 was cancelled (timeout)" in error
+        assert "in agent\n" in error
 
 
 async def test_stale_in_another_process(

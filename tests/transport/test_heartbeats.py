@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
+from at_once import at_once
 from proxy import Proxy
 
 from sglrl.transport.base import DriverKeys
@@ -33,21 +33,6 @@ def router_of(kind: str) -> Iterator[ZmqRouter]:
         )
     ) as made:
         yield made
-
-
-async def at_once(case: Callable[..., Coroutine[Any, Any, None]], *values: Sequence[Any]) -> None:
-    """Run ``case`` with each combination of values at the same time, since it mostly waits."""
-
-    async def run(arguments: tuple[Any, ...]) -> None:
-        try:
-            await case(*arguments)
-        except BaseException as error:
-            error.add_note(f"in the case {arguments}")
-            raise
-
-    async with asyncio.TaskGroup() as group:
-        for arguments in itertools.product(*values):
-            group.create_task(run(arguments))
 
 
 def dealer(
