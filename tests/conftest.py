@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -34,9 +35,27 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     return min(cores + 2 * (config.option.numprocesses == "auto"), 8)
 
 
+LONG_FILES = (
+    "weights/test_random_updates.py",
+    "documents/test_examples.py",
+    "benchmarks/test_bench.py",
+    "engine/test_nodes.py",
+    "tools/test_eval.py",
+    "hosts/test_links.py",
+    "tools/test_commands.py",
+    "remote/test_links.py",
+    "rollouts/test_agents_that_hang.py",
+    "tools/test_cli.py",
+    "transport/test_heartbeats.py",
+)
+"""Files that take from half a minute to two minutes, and would be among the last ones."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest test, so that no process waits for it at the end."""
-    items.sort(key=lambda item: "/test_random_updates.py" not in item.nodeid)
+    """Begin with long files, so that no process waits for one at the end."""
+    tests = Path(__file__).parent
+    order = {tests / name: rank for rank, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
