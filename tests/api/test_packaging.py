@@ -37,7 +37,9 @@ def test_how_an_extra_is_installed(tmp_path: Path) -> None:
 
 def test_tox_names_the_files_of_tests_that_run_alone() -> None:
     root = Path(__file__).parents[2]
-    (command,) = re.findall(r"pytest -m alone [^{]*\{posargs:(.*)\}", (root / "tox.ini").read_text())
+    (command,) = re.findall(
+        r"pytest -m alone [^{]*\{posargs:(.*)\}", (root / "tox.ini").read_text()
+    )
     # Written in two parts, because this file has no such test.
     mark = "pytest.mark." + "alone"
     files = [path for path in (root / "tests").rglob("test_*.py") if mark in path.read_text()]
