@@ -27,7 +27,7 @@ set_tracing_disabled(True)  # it would send traces to OpenAI
 
 async def ask_twice(base_url, api_key, first, second):
     """Ask the agent in two turns, and return its answers. Nothing here is sglrl's."""
-    http = DefaultAsyncHttpxClient(verify=False)  # http: certificates need not be read
+    http = DefaultAsyncHttpxClient(verify=False)  # the URL is http: read no certificates
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=http) as client:
         agent = Agent(name="clerk", model=OpenAIChatCompletionsModel("any", client))
         one = await Runner.run(agent, first)

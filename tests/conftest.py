@@ -54,7 +54,7 @@ LONG_FILES = (
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with long files, so that no process waits for one at the end."""
     tests = Path(__file__).parent
-    order = {tests / name: rank for rank, name in enumerate(LONG_FILES)}
+    order = {(tests / name).resolve(strict=True): rank for rank, name in enumerate(LONG_FILES)}
     items.sort(key=lambda item: order.get(item.path, len(order)))
 
 

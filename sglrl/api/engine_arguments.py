@@ -100,15 +100,17 @@ def check_engine_arguments(
 
 
 def set_deterministic(args: dict[str, Any]) -> None:
-    """Set what makes the results of a request independent of other requests, bit for bit.
+    """Set the arguments that make the results of a request independent of others, bit for bit.
 
     Raises:
-        UsageError: the attention backend differs. Only FA3 computes the same bits when it prefills
-            tokens as when it decodes them, and a request that is retracted or continues elsewhere
-            prefills the tokens that it had decoded.
+        UsageError: an argument contradicts, or the attention backend differs. Only FA3 computes the
+            same bits when it prefills tokens as when it decodes them, and a request that is
+            retracted or continues elsewhere prefills the tokens that it had decoded.
     """
-    backend = args.setdefault("attention_backend", "fa3")
-    if backend != "fa3":
+    if args.get("enable_deterministic_inference") is False:
+        raise UsageError("deterministic=True and enable_deterministic_inference=False contradict")
+    backend = args.get("attention_backend")
+    if backend not in (None, "fa3"):
         raise UsageError(
             f"deterministic=True needs attention_backend='fa3', got {backend!r}: another one gives "
             "other bits after a retraction. enable_deterministic_inference=True accepts it, and "
@@ -117,6 +119,7 @@ def set_deterministic(args: dict[str, Any]) -> None:
     for name in ("prefill_attention_backend", "decode_attention_backend"):
         if args.get(name) not in (None, "fa3"):
             raise UsageError(f"deterministic=True and {name}={args[name]!r} exclude each other")
+    args["attention_backend"] = "fa3"
     args["enable_deterministic_inference"] = True
 
 
@@ -124,7 +127,7 @@ def take_logit_processors(engine: str, names: Any, args: dict[str, Any]) -> tupl
     """Check the names of logit processors, and set SGLang's argument that enables them.
 
     Raises:
-        UsageError: a name has not the form "module:Class", or the engine is not SGLang.
+        UsageError: a name does not have the form "module:Class", or the engine is not SGLang.
     """
     if isinstance(names, str) or not isinstance(names, Sequence):
         raise UsageError(f"logit_processors must be a list of names, got {names!r:.200}")

@@ -247,7 +247,7 @@ def launch(
         else:
             _check_device(device)
             groups = [None] * replicas
-        if machines is None and groups[0] is None:
+        if device == "cpu" or (machines is None and groups[0] is None):
             check_on_cpu(engine_args)
         if (ep_size := engine_args.get("ep_size") or 1) > tp_size:
             raise UsageError(f"ep_size={ep_size} is more than tp_size={tp_size}")

@@ -166,7 +166,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
             texts=bool(self.return_text_in_logprobs),
             prompts=bool(self.return_prompt_token_ids),
             given=[ids for ids in self._given_ids(count) for _ in range(choices)],
-            experts_from=self.routed_experts_start_len or 0,
+            experts_from=(self.routed_experts_start_len or 0)
+            if self.return_routed_experts
+            else None,
         )
 
     def _given_ids(self, count: int) -> list[list[int]]:
@@ -262,7 +264,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         texts: add the text of tokens to logprobs.
         prompts: add the tokens of the prompt.
         given: by completion, the tokens whose logprobs are wanted at each position.
-        experts_from: the position of the first routed experts that are wanted.
+        experts_from: the position of the first routed experts that are wanted; None: none are.
         decoded: texts of tokens.
         scored: by prompt, its tokens whose logprobs are wanted.
     """
@@ -273,7 +275,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     texts: bool
     prompts: bool
     given: list[list[int]]
-    experts_from: int
+    experts_from: int | None
     decoded: dict[int, str] = {}
     scored: Sequence[Sequence[Scored]] = ()
 
@@ -330,7 +332,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
     def _experts(self, completion: Completion) -> dict[str, Any]:
         """Return routed experts as SGLang does: int32 [tokens, layers, k] in base64."""
         rows = completion.routed_experts
-        if rows is None:
+        if rows is None or self.experts_from is None:
             return {}
         data = rows[self.experts_from :].astype("<i4").tobytes()
         return {"routed_experts": base64.b64encode(data).decode()}
@@ -356,9 +358,10 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
             "output_token_logprobs": [entry(row.logprob, row.id) for row in rows],
             "output_token_logprobs_length": len(rows),
         }
-        if (given := completion.token_ids_logprobs) is not None:
+        given = completion.token_ids_logprobs
+        if given is not None and (ids := self.given[index]):
             found["output_token_ids_logprobs"] = [
-                [entry(logprob, id_) for logprob, id_ in zip(row, self.given[index], strict=True)]
+                [entry(logprob, id_) for logprob, id_ in zip(row, ids, strict=True)]
                 for row in given.tolist()
             ]
         if completion.top_logprobs is not None:

@@ -31,7 +31,7 @@ def check_processor(name: Any, params: Any) -> None:
     """Check ``logit_processor`` and ``custom_params`` of a request.
 
     Raises:
-        InvalidRequest: the name has not the form "module:Class", the parameters are not JSON
+        InvalidRequest: the name does not have the form "module:Class", the parameters are not JSON
             values, or there are parameters without a processor.
     """
     if name is not None and not is_processor_name(name):
@@ -40,10 +40,10 @@ def check_processor(name: Any, params: Any) -> None:
         )
     if params is None:
         return
-    if name is None:
-        raise InvalidRequest("custom_params needs logit_processor, which reads them")
     if not isinstance(params, Mapping):
         raise InvalidRequest(f"custom_params must be {_SHAPE}, got {params!r:.200}")
+    if params and name is None:
+        raise InvalidRequest("custom_params needs logit_processor, which reads them")
     if REQUEST_PARAM in params:
         raise InvalidRequest(f"custom_params has {REQUEST_PARAM!r}, which SGLang sets itself")
     _check_value("custom_params", dict(params), 0)

@@ -18,7 +18,7 @@ from ..driver.driver import ENVELOPE_BYTES, Driver, now
 from ..errors import DeadlineExceeded, InvalidRequest, SglrlError, UnknownEndpoint
 from ..inference.adapters import AdapterPort
 from ..inference.grammar_checks import GRAMMARS, check_grammar
-from ..inference.logit_processors import check_declared
+from ..inference.logit_processors import check_declared, check_processor
 from ..inference.number_checks import check_number, most_top_logprobs
 from ..inference.routed_experts import check_begin
 from ..inference.sampling import MOST_BIAS, NO_HIDDEN_STATES
@@ -253,6 +253,7 @@ class Admission:
             raise InvalidRequest("token_ids_logprob is outside the vocabulary")
         if sampling.return_hidden_states and not self._hidden_size:
             raise InvalidRequest(NO_HIDDEN_STATES)
+        check_processor(sampling.logit_processor or None, sampling.custom_params)
         check_declared(sampling.logit_processor, self._processors)
         for token, bias in sampling.logit_bias.items():
             if not 0 <= token < vocab_size or not abs(bias) <= MOST_BIAS:

@@ -311,6 +311,8 @@ def test_the_environment_hides_the_start(monkeypatch: pytest.MonkeyPatch, defaul
             {"deterministic": True, "decode_attention_backend": "triton"},
             "decode_attention_backend='triton' exclude each other",
         ),
+        ({"deterministic": True, "enable_deterministic_inference": False}, "contradict"),
+        ({"deterministic": True, "attention_backend": None}, "need a GPU"),
     ],
 )
 def test_deterministic_inference_that_cannot_work(

@@ -16,13 +16,22 @@ from sglang.srt.layers import sampler as theirs
 
 from sglrl_workers.engine.sglang.patch import Setup, install
 from sglrl_workers.engine.sglang.patch_list import PATCHES
-from sglrl_workers.engine.sglang.patches import seeded_sampling
+from sglrl_workers.engine.sglang.patches import sampling_reports, seeded_sampling
 from sglrl_workers.engine.sglang.source import sglang_folder
 
+from . import draw_program
 from .draw_program import Request, sample
 
 SAMPLERS = ("seeded_sampling", "sampling_reports", "undrawable_tokens")
 LIMITS = {"need_top_p_sampling": True, "top_ks": torch.full((400,), 1 << 30)}
+
+
+def with_logprobs(logprobs: torch.Tensor, top: Any, given: Any, ids: torch.Tensor) -> Any:
+    """Return what writes logprobs of SGLang's dtype, as its own processor does."""
+    drawn = logprobs.gather(1, ids.long()[:, None])[:, 0]
+    return SimpleNamespace(
+        write_output_to=lambda output: setattr(output, "next_token_logprobs", drawn)
+    )
 
 
 def main() -> None:
@@ -46,7 +55,13 @@ def main() -> None:
     seeded_sampling._alive.add(request)
     seeds = torch.where(torch.arange(400) < 200, torch.arange(400), seeded_sampling.NO_SEED)
     values: dict[str, Any] = {"deterministic": True, "target": target, "sampling_seed": seeds}
+    draw_program._no_logprobs = with_logprobs
+    rows = [*range(400)]
+    processed = sampling_reports.Rows([], rows, [], [], rows, rows)
+    limits = {**LIMITS, "top_ps": torch.full((400,), 0.8)}
+    _, logprobs, *_ = sample(logits.contiguous(), **values, **limits, sglrl_reports=processed)
     found = {
+        "processed": logprobs,
         "all": [sample(logits, **values)[0] for _ in range(2)],
         "limited": sample(logits, **values, **LIMITS, top_ps=torch.full((400,), 0.8))[0],
         "blocks": sorted(set(blocks)),

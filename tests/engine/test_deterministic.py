@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from .programs import run_program
@@ -19,5 +20,8 @@ def test_seeds(target: str) -> None:
         assert len(set(drawn)) > 15
     limited = found["limited"]
     assert 3 < len({*limited}) < len({*first})
+    # Of the limited distribution: four tokens or more have 80 %, and the likeliest has half of it.
+    processed = np.exp(found["processed"])
+    assert 0.4 < processed.max() < 0.7
     # The rounding of one row must not depend on the others.
     assert found["blocks"] == [1]

@@ -103,8 +103,8 @@ async def test_in_one_batch(engine: sglrl.Client, reference: Reference) -> None:
         wanted = {**LONG, "logprobs": True, "worker": 0, "max_new_tokens": tokens}
         return engine.generate(**{**wanted, **values})
 
-    first = asyncio.ensure_future(call(70, temperature=0, **SHIFTED))
-    plain = asyncio.ensure_future(call(90, temperature=0))
+    first = asyncio.ensure_future(call(370, temperature=0, **SHIFTED))
+    plain = asyncio.ensure_future(call(390, temperature=0))
     while (await engine.stats())[0].engine.running < 2:
         pass
     rest = await asyncio.gather(
@@ -197,7 +197,7 @@ async def test_sessions_and_other_processes(engine: sglrl.Client, reference: Ref
 
 
 async def test_after_a_pause(engine: sglrl.Client, reference: Reference) -> None:
-    wanted = {**LONG, "max_new_tokens": 120, "logprobs": True, "temperature": 0, "worker": 0}
+    wanted = {**LONG, "max_new_tokens": 400, "logprobs": True, "temperature": 0, "worker": 0}
     calls = [asyncio.ensure_future(engine.generate(**wanted, **how)) for how in (SHIFTED, BANNING)]
     for mode in ("retract", "in_place"):
         begun = (await engine.stats())[0].engine.kv_tokens
@@ -212,7 +212,7 @@ async def test_after_a_pause(engine: sglrl.Client, reference: Reference) -> None
 
 async def test_a_worker_is_lost(engine: sglrl.Client, reference: Reference) -> None:
     """The processor sees the tokens that the lost worker sampled as output."""
-    wanted = {**LONG, "max_new_tokens": 300, "logprobs": True, "seed": 8, **SHIFTED}
+    wanted = {**LONG, "max_new_tokens": 1200, "logprobs": True, "seed": 8, **SHIFTED}
     whole = await engine.generate(**wanted)
     stream = engine.stream(**wanted)
     seen = 0

@@ -102,7 +102,7 @@ SAMPLING = Sampling(
     logit_bias={3: -1.5},
     structural_tag=None,
     token_ids_logprob=(3, 7),
-    custom_params={"tokens": [1, 2], "text": "a", "more": {"none": None}},
+    custom_params={},
 )
 
 

@@ -72,9 +72,12 @@ async def test_bits(tmp_path: Path) -> None:
                 same(await one(kind), first)
                 await rest
             stream = client.stream(input_ids=PROMPT, **COMMON, **KINDS[kind])
-            async for _ in stream:
+            retracted = 0
+            async for chunk in stream:
+                retracted += not chunk.finish_reason
                 await client.pause("retract")
                 await client.resume()
+            assert retracted > 0
             same(stream.completion, first)
         for kind in ("greedy", "limits"):
             killed = False
@@ -83,4 +86,5 @@ async def test_bits(tmp_path: Path) -> None:
                 if not killed:
                     killed = True
                     os.kill(client.workers[0].pid, signal.SIGKILL)
+            assert stream.completion.resumed == 1
             same(stream.completion, firsts[kind])

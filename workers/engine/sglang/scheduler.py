@@ -48,7 +48,7 @@ from .commands import (
     WeightCommand,
 )
 from .no_tokenizer import NoTokenizer
-from .patches import routed_experts, sampling_reports, score_temperature
+from .patches import logit_processors, routed_experts, sampling_reports, score_temperature
 from .patches.undrawable_tokens import end_undrawable
 from .sleep import Sleep
 from .weights import SglangWeights
@@ -310,6 +310,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
     def init_req_max_new_tokens(self, req: Any) -> None:
         super().init_req_max_new_tokens(req)
         # SGLang calls this for every request that it accepts, before any code reads the output.
+        logit_processors.attach(req)
         report = self._sglrl_reports.pop(req.rid, None)
         if report is not None:
             sampling_reports.ask(req, report)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import logging
 import traceback
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,6 +54,16 @@ def install(setup: Setup) -> None:
         return made
 
     ForwardBatch.init_new = classmethod(with_late_sampling)
+
+
+def attach(request: Any) -> None:
+    """Let the parameters of a request refer to it weakly, as in SGLang 0.5.23.
+
+    A cycle would keep the request until Python's garbage collector runs.
+    """
+    params = request.sampling_params.custom_params
+    if params is not None and REQUEST_PARAM in params:
+        params[REQUEST_PARAM] = weakref.proxy(request)
 
 
 def names() -> tuple[str, ...]:

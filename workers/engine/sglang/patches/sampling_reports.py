@@ -190,6 +190,9 @@ def _patch_sampler() -> None:
             return ids
         found, info.sglrl_limited = info.sglrl_limited, None
         raw, info.sglrl_raw = info.sglrl_raw, None
+        if return_logprob:
+            # With ``rl_on_policy_target``, SGLang's own have 16 bits.
+            output.next_token_logprobs = output.next_token_logprobs.float()
         bits = None
         if rows.packed:
             columns = output.next_token_logits.shape[1]

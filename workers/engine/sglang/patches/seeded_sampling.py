@@ -27,7 +27,7 @@ _ELEMENTS = 1 << 24
 """Maximum elements of a block of rows. This bounds the memory of the noise."""
 
 _one_by_one = False
-"""Limit one row at a time: on a GPU, the rounding of sums over rows depends on their number."""
+"""Sum over one row at a time: on a GPU, the rounding depends on the number of rows."""
 
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 """SGLang's requests that have a seed. Every tensor-parallel rank has its own copy of a request."""
@@ -121,13 +121,13 @@ def draw(
     return torch.cat(blocks)
 
 
-def row_blocks(rows: int, columns: int, limited: bool) -> Iterator[slice]:
+def row_blocks(rows: int, columns: int, sums: bool) -> Iterator[slice]:
     """Yield blocks of rows that are small enough for float64.
 
     Args:
-        limited: the rows are passed to ``limited``.
+        sums: the results depend on the rounding of sums over rows.
     """
-    size = 1 if limited and _one_by_one else max(1, _ELEMENTS // columns)
+    size = 1 if sums and _one_by_one else max(1, _ELEMENTS // columns)
     for at in range(0, rows, size):
         yield slice(at, min(at + size, rows))
 
