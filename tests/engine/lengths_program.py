@@ -25,7 +25,9 @@ def is_made(scheduler: SglrlScheduler, prompt: int, wanted: int) -> bool:
     request = SimpleNamespace(
         rid="",
         origin_input_ids=[0] * prompt,
-        sampling_params=SimpleNamespace(max_new_tokens=wanted, min_new_tokens=0),
+        sampling_params=SimpleNamespace(
+            max_new_tokens=wanted, min_new_tokens=0, custom_params=None
+        ),
     )
     scheduler.init_req_max_new_tokens(request)
     return bool(request.sampling_params.max_new_tokens == wanted)

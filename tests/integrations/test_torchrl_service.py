@@ -164,7 +164,12 @@ def test_every_name_of_a_sampling_value_counts(service: AsyncSGLang) -> None:
     assert [row[0][1] for row in tops] == made["output_ids"]
     assert [len(row) for row in tops] == [2] * len(tops)
     assert "output_token_logprobs" in service.generate("Hello", logprobs=True)["meta_info"]
-    for wrong in ({"bad_words": ["a"]}, {"custom_params": {}}, {"best_of": 3}, {"stream": True}):
+    for wrong in (
+        {"bad_words": ["a"]},
+        {"custom_params": {"a": 1}},
+        {"best_of": 3},
+        {"stream": True},
+    ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             service.generate("Hello", wrong)
     seeded = {"sampling_seed": 7, "max_new_tokens": 8, "ignore_eos": True}
