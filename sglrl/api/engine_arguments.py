@@ -103,18 +103,18 @@ def set_deterministic(args: dict[str, Any]) -> None:
     """Set the arguments that make the results of a request independent of others, bit for bit.
 
     Raises:
-        UsageError: an argument contradicts, or the attention backend differs. Only FA3 computes the
-            same bits when it prefills tokens as when it decodes them, and a request that is
-            retracted or continues elsewhere prefills the tokens that it had decoded.
+        UsageError: an argument contradicts, or the attention backend is not FA3. A request that is
+            retracted or continues elsewhere prefills the tokens that it had decoded. FA3 computes
+            the same bits both ways. triton does not, and others were not measured.
     """
     if args.get("enable_deterministic_inference") is False:
         raise UsageError("deterministic=True and enable_deterministic_inference=False contradict")
     backend = args.get("attention_backend")
     if backend not in (None, "fa3"):
         raise UsageError(
-            f"deterministic=True needs attention_backend='fa3', got {backend!r}: another one gives "
-            "other bits after a retraction. enable_deterministic_inference=True accepts it, and "
-            "makes results independent of the batch only"
+            f"deterministic=True needs attention_backend='fa3', got {backend!r}, which may "
+            "give other bits after a retraction. enable_deterministic_inference=True accepts it, "
+            "and makes results independent of the batch only"
         )
     for name in ("prefill_attention_backend", "decode_attention_backend"):
         if args.get(name) not in (None, "fa3"):

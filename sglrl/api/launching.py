@@ -163,8 +163,8 @@ def launch(
         deterministic: a request gives the same tokens and logprobs, bit for bit, whatever else is
             in its batch, and also if it is retracted or continues on another worker. It needs a
             seed or ``temperature=0``. Sets SGLang's ``enable_deterministic_inference`` and
-            ``attention_backend="fa3"``, so it needs GPUs from Ampere to Hopper, all of one kind.
-            Takes more time, and accelerations that may change rounding stay off.
+            ``attention_backend="fa3"``, so it needs GPUs that have FA3, all of one kind (measured
+            on H200s). Takes more time, and accelerations that may change rounding stay off.
         allow_unknown_sglang: start also if sglrl's corrections were not tested with the source of
             the installed SGLang. Results may be wrong.
         logit_processors: names ("module:Class") of subclasses of SGLang's ``CustomLogitProcessor``

@@ -17,8 +17,8 @@ import pytest
 import sglrl
 
 PROGRAM = Path(__file__).with_name("files_program.py")
-FLOOD = 3000
-"""Three times as many connections as the program may have open files."""
+FLOOD = 5000
+"""Five times as many connections as the program may have open files."""
 
 
 class Program:
