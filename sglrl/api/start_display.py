@@ -8,7 +8,7 @@ import time
 from typing import Any, Self
 
 from ..driver.pool import StartProgress
-from ..terminal import can_redraw
+from ..inference.display import can_redraw
 
 logger = logging.getLogger("sglrl.launch")
 

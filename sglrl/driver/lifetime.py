@@ -8,7 +8,7 @@ import weakref
 from typing import Any
 
 from ..errors import UsageError
-from ..unclosed import warn_unless_closed
+from ..transport.unclosed import warn_unless_closed
 from .driver import Driver
 
 logger = logging.getLogger("sglrl.driver")

@@ -1,10 +1,11 @@
-"""Show texts in ``repr`` and in notebooks."""
+"""Show texts in ``repr`` and notebooks, and tell what a terminal can show."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from html import escape
-from typing import Final
+from typing import Final, TextIO
 
 _PREVIEW: Final = 60
 """Characters of a text in a ``repr``."""
@@ -34,3 +35,14 @@ def html(title: str, parts: Iterable[tuple[str, str]]) -> str:
         f"<div><small>{escape(title)}</small>"
         f'<pre style="white-space: pre-wrap; margin: 0">{"".join(spans)}</pre></div>'
     )
+
+
+def can_redraw(stream: TextIO | None) -> bool:
+    """Return whether a stream is a terminal that can redraw a line.
+
+    Files, pipes, no stream at all, and terminals without cursor control give False. Such a terminal
+    has ``TERM=dumb``, for example in Emacs. Progress is printed there in lines.
+    """
+    if stream is None or not stream.isatty():
+        return False
+    return os.environ.get("TERM", "").lower() not in ("dumb", "unknown")

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..terminal import can_redraw
+from ..inference.display import can_redraw
 from .metrics import RolloutMetrics
 
 logger = logging.getLogger("sglrl.rollout")

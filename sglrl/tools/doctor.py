@@ -20,7 +20,7 @@ from ..api.engine_fields import COMPUTED, engine_fields
 from ..api.launching import cuda_devices, launch
 from ..config import install
 from ..errors import SglrlError
-from ..terminal import can_redraw
+from ..inference.display import can_redraw
 
 NEEDED = ("msgspec", "pyzmq", "uvloop", "numpy")
 OPTIONAL = ("sglang", "torch", "transformers")

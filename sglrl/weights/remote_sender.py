@@ -26,8 +26,8 @@ from ..errors import (
 )
 from ..transport.addresses import check_address
 from ..transport.curve_keys import read_client_keys
+from ..transport.unclosed import warn_unless_closed
 from ..transport.zmq import ZmqDealer
-from ..unclosed import warn_unless_closed
 from ..wire.codec import MALFORMED, Buffer, decode_to_rank, encode
 from ..wire.weights import (
     Abort,

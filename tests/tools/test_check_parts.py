@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from sglrl.inference.completion import Completion
+from sglrl.inference.display import can_redraw
 from sglrl.inference.sampling import SamplingParams
-from sglrl.terminal import can_redraw
 from sglrl.tools.check.report import Report, ideal_cached_tokens, make_report, table_of
 from sglrl.tools.check.rollouts import Rollout, run_rollouts
 from sglrl.tools.check.tasks import Task, make_tasks
