@@ -49,7 +49,7 @@ from sglrl.wire.processes import (
     Warm,
 )
 
-from .preloads import preload
+from .preloads import INSTEAD, preload
 from .process_control import (
     die_with_parent,
     kill_group,
@@ -387,6 +387,12 @@ def main() -> None:
     die_with_parent(int(driver), signal.SIGTERM)
     raise_oom_score(_SERVER_SCORE)
     warm = preload(name)
+    if warm.error and name in INSTEAD:
+        # Modules are imported in part, or CUDA is initialised. So this process starts anew.
+        sys.stderr.write(f"workers will import SGLang themselves, because {warm.error}\n")
+        sys.stderr.flush()
+        module = "sglrl_workers.fork_server"
+        os.execv(sys.executable, [sys.executable, "-m", module, sys.argv[1], INSTEAD[name], driver])
     # Plain actors are forked from a small process, so a spare fork saves no time.
     server = ForkServer(listener, int(driver), warm, ahead=name != "plain")
     # From now on, the server itself watches the driver's process.

@@ -15,9 +15,12 @@ from .process_control import limit_arenas
 _PRELOADS = {
     "plain": ("sglrl_workers.actor_worker",),
     "tokenizer": ("sglrl_workers.actor_worker", "transformers.models.auto.tokenization_auto"),
-    "sglang": ("sglrl_workers.actor_worker", "sglrl_workers.engine.sglang.preload"),
-    "sglang-cuda": ("sglrl_workers.actor_worker", "sglrl_workers.preload_cuda"),
+    "sglang": ("sglrl_workers.actor_worker", "sglrl_workers.engine.sglang.preload_cpu"),
+    "sglang-cuda": ("sglrl_workers.actor_worker", "sglrl_workers.engine.sglang.preload_cuda"),
+    "sglang-late": ("sglrl_workers.actor_worker", "sglrl_workers.preload_dependencies"),
 }
+INSTEAD = {"sglang-cuda": "sglang-late"}
+"""By kind: what a new fork server imports if the modules of this kind cannot be imported early."""
 
 
 def preload(name: str) -> Warm:

@@ -197,6 +197,17 @@ class ForkServer:
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
+def import_variables(preload: str, env: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the modules of a kind read when they are imported.
+
+    Args:
+        env: the variables of the workers. The others are those of this process.
+    """
+    if not preload.startswith("sglang"):
+        return {}
+    return {n: value for n, value in {**os.environ, **env}.items() if n.startswith("SGLANG_")}
+
+
 def fork_server(
     preload: str, python: str | None = None, env: Mapping[str, str] = MappingProxyType({})
 ) -> ForkServer:

@@ -20,7 +20,13 @@ from ..errors import WorkerStartError
 from ..system_limits import no_file
 from ..wire.codec import encode
 from ..wire.processes import ActorSpec, Dump, EngineSpec, Fork, Kill, WorkerSpec
-from .fork_server import LAST_SECONDS, ForkConnection, ForkServer, fork_server
+from .fork_server import (
+    LAST_SECONDS,
+    ForkConnection,
+    ForkServer,
+    fork_server,
+    import_variables,
+)
 
 RANKS: Final = 1024
 """The key of a worker's process is ``index * RANKS + rank``."""
@@ -150,11 +156,7 @@ class LocalLauncher:
         self._preload = preload
         self._python = python
         self._timeout = timeout
-        self._early: dict[str, str] = {}
-        """What the fork server reads when it imports SGLang. With GPUs, workers import SGLang."""
-        if preload == "sglang":
-            both = {**os.environ, **env}.items()
-            self._early = {name: value for name, value in both if name.startswith("SGLANG_")}
+        self._early = import_variables(preload, env)
         self._on_forked: Callable[[int, int], None]
         self._on_exited: Callable[[int, int], None]
         self._folder: Path | None = None

@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import msgspec
 
@@ -34,13 +35,22 @@ class HostLauncher:
         kind: "plain" for actors and the fake engine, "sglang" for SGLang.
         device: "cpu", "cuda", or "auto": "cuda" if a host has GPUs.
         timeout: seconds to wait for hosts and for their fork servers.
+        env: variables of the workers, which fork servers read when they import SGLang.
     """
 
-    def __init__(self, hosts: Hosts, kind: str, device: str, timeout: float) -> None:
+    def __init__(
+        self,
+        hosts: Hosts,
+        kind: str,
+        device: str,
+        timeout: float,
+        env: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._hosts = hosts
         self._kind = kind
         self._device = device
         self._timeout = timeout
+        self._env = dict(env)
         self._pool = -1
         self._folder: Path | None = None
         self._on_forked: Callable[[int, int], None]
@@ -135,7 +145,7 @@ class HostLauncher:
         if opened is None:
             opened = self._opened[link] = asyncio.get_running_loop().create_future()
             preload = "sglang-cuda" if device == "cuda" else self._kind
-            link.session.send(OpenPool(self._pool, preload))
+            link.session.send(OpenPool(self._pool, preload, self._env))
             self.missing = f"host {link.name} imports what workers need"
         found = await asyncio.shield(opened)
         if found.error:

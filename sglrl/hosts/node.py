@@ -302,8 +302,8 @@ class Node:
 
     def _handle(self, message: ToNode) -> None:
         match message:
-            case OpenPool(pool=number, preload=preload):
-                pool = NodePool(number, preload, self._report, self._outer_address)
+            case OpenPool(pool=number, preload=preload, env=env):
+                pool = NodePool(number, preload, env, self._report, self._outer_address)
                 self._pools[number] = _PoolTask(pool, self._fail)
                 self._pools[number].put(pool.open())
             case ToPool(pool=number, message=order) if number in self._pools:

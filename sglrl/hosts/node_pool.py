@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from ..driver.fork_server import ForkConnection, ForkServer, fork_server
+from ..driver.fork_server import ForkConnection, ForkServer, fork_server, import_variables
 from ..errors import SglrlError, WorkerStartError
 from ..system_limits import no_file
 from ..wire.codec import encode
@@ -36,6 +36,7 @@ class NodePool:
 
     Args:
         number: of the pool.
+        env: the workers' environment variables, in addition to this process's.
         report: sends a message to the driver.
         outer_address: ``outer_address(address)`` is the address at which this machine reaches the
             pool's socket.
@@ -45,11 +46,13 @@ class NodePool:
         self,
         number: int,
         preload: str,
+        env: dict[str, str],
         report: Callable[[FromNode], None],
         outer_address: Callable[[str], str],
     ) -> None:
         self._number = number
         self._preload = preload
+        self._env = import_variables(preload, env)
         self._report = report
         self._outer_address = outer_address
         self._folder: Path | None = None
@@ -72,7 +75,7 @@ class NodePool:
             self._report(PoolOpened(self._number))
 
     async def _connect(self) -> None:
-        self._server = fork_server(self._preload)
+        self._server = fork_server(self._preload, env=self._env)
         if self._folder is None:
             try:
                 self._folder = Path(tempfile.mkdtemp(prefix="pool-", dir=self._server.folder))

@@ -89,10 +89,15 @@ OfConnection = NodeHello | Admit | Refuse | Numbered | Acknowledge | Goodbye | I
 
 
 class OpenPool(msgspec.Struct, array_like=True, frozen=True, tag=90):
-    """Connect to a fork server for a pool's workers. The node answers ``PoolOpened``."""
+    """Connect to a fork server for a pool's workers. The node answers ``PoolOpened``.
+
+    Attributes:
+        env: the workers' environment variables, in addition to the node's.
+    """
 
     pool: int
     preload: str
+    env: dict[str, str] = {}
 
 
 class ClosePool(msgspec.Struct, array_like=True, frozen=True, tag=91):

@@ -80,7 +80,7 @@ SAMPLES: tuple[tuple[Any, Any, list[Any]], ...] = (
         decode_to_node,
         ToNode,
         [
-            OpenPool(1, "plain"),
+            OpenPool(1, "plain", {"SGLANG_X": "1"}),
             ClosePool(1),
             ToPool(1, FORK),
             ToPool(1, Kill(2)),

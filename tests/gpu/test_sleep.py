@@ -23,8 +23,9 @@ LONG: dict[str, Any] = {"max_new_tokens": 400, "logprobs": True, "ignore_eos": T
 
 
 def used() -> int:
-    """Return the memory that is in use on the first GPU, in MiB."""
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
+    """Return the memory that is in use on this process's first GPU, in MiB."""
+    gpu = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", gpu]
     return int(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
 
 

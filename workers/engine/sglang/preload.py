@@ -1,4 +1,4 @@
-"""Import slow modules in the fork server before it forks. None of them uses a GPU."""
+"""Import slow modules in the fork server before it forks."""
 
 from __future__ import annotations
 
@@ -48,11 +48,13 @@ def warm() -> None:
         getattr(arg_utils, look_up, lambda cls: None)(ServerArgs)
 
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    warm()
-    for patch in PATCHES:
-        # Every worker compares the source. The digests stay in memory.
-        patch.unknown(sglang_folder())
-        if patch.module is not None and patch.device != "cuda":
-            importlib.import_module(f".{patch.module}", __package__)
+def load(device: str) -> None:
+    """Import the modules of workers on a device, "cpu" or "cuda"."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warm()
+        for patch in PATCHES:
+            # Every worker compares the source. The digests stay in memory.
+            patch.unknown(sglang_folder())
+            if patch.module is not None and patch.device in ("", device):
+                importlib.import_module(f".{patch.module}", __package__)

@@ -1,8 +1,7 @@
-"""Import modules in the fork server before it forks workers that will use a GPU.
+"""Import SGLang's dependencies in the fork server, if ``engine.sglang.preload_cuda`` has failed.
 
-Importing SGLang on a machine with a GPU initialises CUDA, because SGLang reads the compute
-capability at import. A process that has initialised CUDA must not fork. So this module imports only
-SGLang's dependencies, which take most of the import time. Each worker imports SGLang's own modules.
+Each worker then imports SGLang's own modules, which takes it seconds. None of the modules here
+initialises CUDA. A process that has initialised CUDA must not fork.
 """
 
 from __future__ import annotations
