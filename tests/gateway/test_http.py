@@ -33,7 +33,7 @@ from sglrl.gateway.settings import Settings
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
-SLOW = {**ASK, "max_tokens": 500}
+SLOW = {**ASK, "max_tokens": 1_000}
 """Takes a second."""
 
 
@@ -144,6 +144,18 @@ async def test_a_client_that_sends_two_requests_and_disconnects(pool: sglrl.Clie
             await until_idle(pool)
 
 
+async def leave(pool: sglrl.Client, http: httpx.AsyncClient, call: asyncio.Future[Any]) -> None:
+    """Cancel a call of the paused pool when it has begun, and wait until the gateway notices."""
+    async with asyncio.timeout(60):
+        while not any(worker.load for worker in pool.workers):
+            assert (await http.get("/health")).status_code == 200
+    call.cancel()
+    await asyncio.wait([call])
+    # Each lets the gateway notice what has happened before.
+    for _ in range(10):
+        assert (await http.get("/health")).status_code == 200
+
+
 @pytest.mark.parametrize("keeps", [True, False])
 async def test_a_client_that_disconnects(pool: sglrl.Client, keeps: bool) -> None:
     async with (
@@ -152,11 +164,24 @@ async def test_a_client_that_disconnects(pool: sglrl.Client, keeps: bool) -> Non
         http_of(gateway) as http,
     ):
         url = f"{session.base_url}/chat/completions"
-        with pytest.raises(httpx.ReadTimeout):
-            await http.post(url, json=SLOW, timeout=0.2)
-        async with http.stream("POST", url, json={**SLOW, "stream": True}) as answer:
-            async for _ in answer.aiter_lines():
-                break
+        began = asyncio.Event()
+
+        async def stream() -> None:
+            async with http.stream("POST", url, json={**SLOW, "stream": True}) as answer:
+                async for _ in answer.aiter_lines():
+                    began.set()
+
+        try:
+            await pool.pause("in_place")
+            await leave(pool, http, asyncio.ensure_future(http.post(url, json=SLOW)))
+            await pool.resume()
+            call = asyncio.ensure_future(stream())
+            async with asyncio.timeout(60):
+                await began.wait()
+            await pool.pause("in_place")
+            await leave(pool, http, call)
+        finally:
+            await pool.resume()
         await until_idle(pool)
         assert (await http.post(url, json=ASK)).status_code == 200
     assert session.trajectory is not None
@@ -178,15 +203,7 @@ async def test_a_client_that_disconnects_before_the_first_token(
         url = f"{session.base_url}/chat/completions"
         await pool.pause("in_place")
         try:
-            leaving = asyncio.ensure_future(http.post(url, json=body))
-            async with asyncio.timeout(60):
-                while not any(worker.load for worker in pool.workers):
-                    assert (await http.get("/health")).status_code == 200
-            leaving.cancel()
-            await asyncio.wait([leaving])
-            # Each lets the gateway notice what has happened before.
-            for _ in range(10):
-                assert (await http.get("/health")).status_code == 200
+            await leave(pool, http, asyncio.ensure_future(http.post(url, json=body)))
         finally:
             await pool.resume()
         assert (await http.post(url, json=ASK)).status_code == 200
