@@ -46,6 +46,9 @@ def main(
     in_flight: Annotated[
         list[int], typer.Option(min=1, help="Requests in flight; repeatable.")
     ] = list(_IN_FLIGHT),  # noqa: B006
+    bench_serving: Annotated[
+        bool, typer.Option(help="Compare with the load of sglang.bench_serving.")
+    ] = False,
     conversations: Annotated[int, typer.Option(min=1, help="Of 5 turns, for the cost.")] = 400,
     repeat: Annotated[int, typer.Option(min=1, help="Repetitions of the cost.")] = 3,
     json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
@@ -77,6 +80,7 @@ def main(
                 "arguments": engine_arguments(one, {}),
                 "apis": api or ["chat", "generate"],
                 "in_flight": in_flight,
+                "bench_serving": bench_serving,
             }
             found[one.name] = {
                 part: run(f"{one.name}: {title}", part, options, environment(one))

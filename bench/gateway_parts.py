@@ -41,6 +41,56 @@ async def _run_load(**options: Any) -> dict[str, Any]:
     return found
 
 
+_BACKENDS = {"chat": "sglang-oai-chat", "generate": "sglang"}
+"""How SGLang's benchmark calls the APIs."""
+
+
+async def _run_bench_serving(
+    url: str, api: str, model: str, in_flight: int, requests: int, words: int, new: int
+) -> dict[str, Any]:
+    """Run SGLang's ``bench_serving`` with random prompts, and return the figures of a load.
+
+    Args:
+        model: the folder with the tokenizer.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "found.jsonl")
+        options: dict[str, Any] = {
+            "backend": _BACKENDS[api],
+            "base-url": url,
+            "model": model,
+            "served-model-name": "bench",
+            "dataset-name": "random-ids",
+            "random-input-len": words,
+            "random-output-len": new,
+            "random-range-ratio": 1,
+            "num-prompts": requests,
+            "max-concurrency": in_flight,
+            "output-file": file,
+        }
+        given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
+        process = await asyncio.create_subprocess_exec(
+            *[sys.executable, "-m", "sglang.bench_serving", "--disable-tqdm", *given],
+            cwd=ROOT,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        async with asyncio.timeout(_LIMIT_SECONDS):
+            output, _ = await process.communicate()
+        if process.returncode:
+            raise RuntimeError(f"bench_serving failed: {output.decode()[-4000:]}")
+        found = json.loads(file.read_text())
+    if found["completed"] != requests:
+        raise RuntimeError(f"bench_serving completed {found['completed']} of {requests}")
+    return {
+        "seconds": found["duration"],
+        "tokens": found["total_output_tokens"],
+        "first_p50": found["median_ttft_ms"] / 1e3,
+        "first_p99": found["p99_ttft_ms"] / 1e3,
+        "whole_p50": found["median_e2e_latency_ms"] / 1e3,
+    }
+
+
 # --- CPU time of the gateway ----------------------------------------------------------------------
 
 
@@ -183,11 +233,15 @@ async def _loads(
         rows[api] = {}
         for in_flight in options["in_flight"]:
             note(f"{api}, {in_flight} in flight")
-            load = {"url": url, "api": api, "model": "bench", "in_flight": in_flight}
+            load = {"url": url, "api": api, "in_flight": in_flight}
             load |= {"words": case.prompt, "new": case.new}
-            await _run_load(**load, requests=in_flight)
+            if options["bench_serving"]:
+                run, load["model"] = _run_bench_serving, options["model"]
+            else:
+                run, load["model"] = _run_load, "bench"
+            await _run_load(**load | {"model": "bench"}, requests=in_flight)
             requests = max(8, min(4 * in_flight, case.requests))
-            rows[api][str(in_flight)] = await _run_load(**load, requests=requests)
+            rows[api][str(in_flight)] = await run(**load, requests=requests)
     return rows
 
 
