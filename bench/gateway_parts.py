@@ -240,7 +240,7 @@ async def _loads(
             else:
                 run, load["model"] = _run_load, "bench"
             await _run_load(**load | {"model": "bench"}, requests=in_flight)
-            requests = max(8, min(4 * in_flight, case.requests))
+            requests = max(32, min(4 * in_flight, case.requests))
             rows[api][str(in_flight)] = await run(**load, requests=requests)
     return rows
 
