@@ -79,7 +79,7 @@ async def _run_bench_serving(
             output, _ = await process.communicate()
         if process.returncode:
             raise RuntimeError(f"bench_serving failed: {output.decode()[-4000:]}")
-        found = json.loads(file.read_text())
+        found = json.loads(await asyncio.to_thread(file.read_text))
     if found["completed"] != requests:
         raise RuntimeError(f"bench_serving completed {found['completed']} of {requests}")
     return {

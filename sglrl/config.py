@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import resource
+from collections.abc import Mapping
 from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
@@ -348,12 +349,22 @@ def is_text(text: str) -> bool:
     return True
 
 
+def path_of(name: str, given: Any) -> str | None:
+    """Return a path as text, or None. Raise ``UsageError`` if ``given`` is neither."""
+    try:
+        return None if given is None else os.fspath(given)
+    except TypeError:
+        raise UsageError(f"{name} must be a path, got {given!r:.80}") from None
+
+
 def check_env(env: Any) -> dict[str, str]:
     """Return environment variables as a dictionary.
 
     Raises:
         UsageError: a name or a value cannot be used for an environment variable.
     """
+    if env is not None and not isinstance(env, Mapping):
+        raise UsageError(f"env maps names to texts, got {env!r:.80}")
     found = dict(env or {})
     for name, value in found.items():
         if not isinstance(name, str) or not isinstance(value, str):

@@ -15,6 +15,7 @@ from ..config import (
     check_env,
     check_restarts,
     check_target,
+    path_of,
     positive,
     strategies,
 )
@@ -220,7 +221,7 @@ def spawn(
         restarts=restarts,
         restart_period=restart_period,
         hang_timeout=hang_timeout,
-        log_dir=None if log_dir is None else os.fspath(log_dir),
+        log_dir=path_of("log_dir", log_dir),
     )
     pool = Pool(
         [birth] * replicas,

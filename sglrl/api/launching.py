@@ -17,6 +17,7 @@ from ..config import (
     check_env,
     check_restarts,
     check_timeout,
+    path_of,
     positive,
     shows_progress,
     strategies,
@@ -315,7 +316,7 @@ def launch(
         max_message_bytes=max_message_bytes,
         hang_timeout=hang_timeout,
         heartbeat_timeout=heartbeat_timeout,
-        log_dir=None if log_dir is None else os.fspath(log_dir),
+        log_dir=path_of("log_dir", log_dir),
         keep_weights=keep_weights is not None,
     )
     launcher: Launcher

@@ -21,7 +21,17 @@ from ..errors import SglrlError, UsageError
 from .display import print_json, quiet_warnings
 from .eval.command import evaluate
 from .node import node
-from .options import Device, Engine, Json, Model, Replicas, TpSize, check_target
+from .options import (
+    Device,
+    Engine,
+    Json,
+    Model,
+    Replicas,
+    Set,
+    TpSize,
+    check_target,
+    launch_arguments,
+)
 from .serve import serve
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -203,6 +213,7 @@ def generate(
     tp_size: TpSize = 1,
     device: Device = "auto",
     engine: Engine = "sglang",
+    settings: Set = None,
 ) -> None:
     """Sample continuations and print them, in the order of the prompts."""
     import uvloop
@@ -220,7 +231,14 @@ def generate(
     inputs: dict[str, Any] = {"prompt": prompts}
     if chat:
         inputs = {"messages": [[{"role": "user", "content": text}] for text in prompts]}
-    client = launch(model, replicas=replicas, tp_size=tp_size, device=device, engine=engine)
+    client = launch(
+        model,
+        replicas=replicas,
+        tp_size=tp_size,
+        device=device,
+        engine=engine,
+        **launch_arguments(settings),
+    )
 
     async def sample() -> list[Completion]:
         async with client:

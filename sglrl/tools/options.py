@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Final
 
+import msgspec
 import typer
 
 from ..errors import UsageError
@@ -15,7 +16,44 @@ Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there 
 Engine = Annotated[str, typer.Option(help="sglang, or fake: repeats the prompt, needs no torch.")]
 TpSize = Annotated[int, typer.Option(min=1, help="GPUs per copy of the model.")]
 Model = Annotated[str, typer.Argument(help="Folder or hub name; 'tiny' for a random model.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="NAME=VALUE",
+        show_default=False,
+        help="An argument of sglrl.launch or of SGLang; may be repeated.",
+    ),
+]
 Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the result there.")]
+
+_OPTIONS: Final = ("model", "replicas", "tp_size", "device", "engine")
+"""Arguments of ``launch`` that commands have as options of their own."""
+
+
+def launch_arguments(given: list[str] | None) -> dict[str, Any]:
+    """Return the arguments of ``launch`` that the values of ``--set`` stand for.
+
+    A value is JSON (``0.8``, ``true``, ``["a", "b"]``), or else a text.
+
+    Raises:
+        UsageError: a value has no name, a name has two values, or the command has an option for it.
+    """
+    found: dict[str, Any] = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not equals or not name.isidentifier():
+            raise UsageError(f"--set is NAME=VALUE, such as mem_fraction_static=0.8, got {text!r}")
+        if name in _OPTIONS:
+            what = "an argument" if name == "model" else f"the option --{name.replace('_', '-')}"
+            raise UsageError(f"--set {name}: give it as {what}")
+        if name in found:
+            raise UsageError(f"--set {name} is given twice")
+        try:
+            found[name] = msgspec.json.decode(value)
+        except msgspec.DecodeError:
+            found[name] = value
+    return found
 
 
 def check_target(option: str, file: Path | None, *, makes_folder: bool = False) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from ..config import check_gateway_packages
 from .display import quiet_transformers
-from .options import Device, Engine, Model, Replicas, TpSize
+from .options import Device, Engine, Model, Replicas, Set, TpSize, launch_arguments
 
 
 def serve(
@@ -21,6 +21,7 @@ def serve(
     device: Device = "auto",
     tp_size: TpSize = 1,
     engine: Engine = "sglang",
+    settings: Set = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any free one.")] = 8000,
     name: Annotated[
@@ -61,6 +62,7 @@ def serve(
     from ..gateway.serving import serve as gateway_of
 
     check_gateway_packages()
+    more = launch_arguments(settings)
     quiet_transformers()
     console = Console(stderr=True)
 
@@ -72,7 +74,9 @@ def serve(
             if not stopped.done():
                 stopped.set_result(number)
 
-        client = launch(model, replicas=replicas, device=device, tp_size=tp_size, engine=engine)
+        client = launch(
+            model, replicas=replicas, device=device, tp_size=tp_size, engine=engine, **more
+        )
         gateway = gateway_of(
             client,
             host=host,

@@ -18,6 +18,8 @@ def check_address(address: str, *, keys: bool = False, insecure: bool = False) -
         keys: keys are given.
         insecure: keys are not required.
     """
+    if not isinstance(address, str):
+        raise UsageError(f"address must be a text such as tcp://127.0.0.1:*, got {address!r:.80}")
     if address == "ipc" or address.startswith("ipc://"):
         if keys:
             raise UsageError("keys= is for tcp; an ipc socket is in a folder of your own already")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -117,6 +118,13 @@ async def test_the_tiny_model_has_a_tokenizer(
         assert (await client.generate("hello", max_new_tokens=3)).text
     (folder,) = os.listdir(tmp_path)
     assert folder.startswith("tiny-")
+
+
+@pytest.mark.parametrize("value", [[1], 1.5, True], ids=str)
+@pytest.mark.parametrize("name", ["address", "env", "log_dir"])
+def test_a_value_of_another_type(name: str, value: Any) -> None:
+    with pytest.raises(sglrl.UsageError, match=rf"^{name} m.*, got {re.escape(repr(value))}$"):
+        sglrl.launch("tiny", engine="fake", **{name: value})
 
 
 @pytest.mark.parametrize("engine", ["fake", "sglang"])

@@ -12,6 +12,7 @@ import pytest
 
 from sglrl.__main__ import main
 from sglrl.api.tiny_model import make_model
+from sglrl.tools.options import launch_arguments
 
 
 @pytest.fixture(scope="module")
@@ -170,6 +171,26 @@ def test_generate_prints_text() -> None:
     assert process.stderr == ""
 
 
+def test_values_of_set_are_json_or_text() -> None:
+    given = ["a=0.5", "b=true", 'c=["x", 1]', "d=bfloat16", "e=", "f=x=y", "g=null"]
+    assert launch_arguments(given) == {
+        "a": 0.5,
+        "b": True,
+        "c": ["x", 1],
+        "d": "bfloat16",
+        "e": "",
+        "f": "x=y",
+        "g": None,
+    }
+
+
+def test_set_is_an_argument_of_launch(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--engine", "fake", "--set", "timeout=0.000001"]
+    assert "within its deadline" in run_here(
+        "generate", "tiny", "hi", *options, capsys=capsys, code=1
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -178,6 +199,11 @@ def test_generate_prints_text() -> None:
         (["generate", "tiny", "hi", "--engine", "fake", "--top-p", "3"], "top_p must be in"),
         (["serve", "/no", "--engine", "fake"], "'/no' is neither a folder nor 'owner/name'"),
         (["serve", "no/such model", "--engine", "fake"], "no/such model has no usable tokenizer"),
+        (["serve", "tiny", "--set", "dtype"], "--set is NAME=VALUE"),
+        (["serve", "tiny", "--set", "tp_size=2"], "tp_size: give it as the option --tp-size"),
+        (["serve", "tiny", "--set", "max_queue=many"], "max_queue must be"),
+        (["generate", "tiny", "--set", "top=1", "--set", "top=2", "hi"], "top is given twice"),
+        (["generate", "tiny", "hi", "--set", "mem_fraction_statik=0.8"], "mem_fraction_static"),
         (["check", "--model", "/no/such/model"], "no model at '/no/such/model'"),
         (["check", "--device", "tpu"], "device must be"),
         (["demo", "--json", "/no/such/folder/x.json"], "there is no such folder"),

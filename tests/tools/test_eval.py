@@ -239,6 +239,7 @@ def test_options_become_settings(
         --stop-regex z+ --min-new-tokens 2 --frequency-penalty 1.5 --presence-penalty -1.5
         --repetition-penalty 1.25 --ignore-eos --regex [ab] --seed 9 --logprobs --template {"a":1}
         --concurrency 6 --replicas 2 --tp-size 1 --device cpu --engine fake --overwrite --json
+        --set timeout=5 --set routing=requests
     """
     summary = Result(["eval", model, *options.split()], capsys).summary
     assert summary["tokens_per_second"] == 3.0
@@ -250,6 +251,7 @@ def test_options_become_settings(
             samples=3,
             score="a:b",
             k=(2, 3),
+            more={"timeout": 5, "routing": "requests"},
             sampling=SamplingParams(
                 max_new_tokens=7,
                 temperature=0.5,

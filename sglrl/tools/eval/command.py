@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ...errors import UsageError
 from ..display import print_json, quiet_warnings
-from ..options import Device, Engine, Model, Replicas, TpSize, check_target
+from ..options import Device, Engine, Model, Replicas, Set, TpSize, check_target, launch_arguments
 
 
 def evaluate(
@@ -81,6 +81,7 @@ def evaluate(
     tp_size: TpSize = 1,
     device: Device = "auto",
     engine: Engine = "sglang",
+    settings: Set = None,
 ) -> None:
     """Sample every line of a jsonl file, score the samples, and print a summary with pass@k.
 
@@ -130,6 +131,7 @@ def evaluate(
             tp_size=tp_size,
             device=device,
             engine=engine,
+            more=launch_arguments(settings),
             overwrite=overwrite,
         ),
         Console(stderr=True),

@@ -38,6 +38,7 @@ class EvalSettings(msgspec.Struct, frozen=True, kw_only=True):
         score: "module:function". None: no scores.
         k: the k of pass@k. Empty: 1 and the powers of two up to ``samples``.
         concurrency: samples in flight. None: as many as the engines run at once.
+        more: other arguments of ``launch``.
     """
 
     model: str
@@ -54,6 +55,7 @@ class EvalSettings(msgspec.Struct, frozen=True, kw_only=True):
     tp_size: int = 1
     device: str = "auto"
     engine: str = "sglang"
+    more: dict[str, Any] = {}
     overwrite: bool = False
 
     def __post_init__(self) -> None:
@@ -76,6 +78,7 @@ class EvalSettings(msgspec.Struct, frozen=True, kw_only=True):
             "template": self.template,
             "score": self.score,
             **msgspec.to_builtins(self.sampling),
+            **({"set": self.more} if self.more else {}),
         }
 
 
@@ -139,7 +142,7 @@ class _Run:
             tp_size=s.tp_size,
             device=s.device,
             engine=s.engine,
-            progress=is_live(self._console),
+            **{"progress": is_live(self._console), **s.more},
         )
         async with AsyncExitStack() as stack:
             with start_up(self._console):
