@@ -33,6 +33,7 @@ from .dialect import (
 )
 from .errors import HttpError
 from .prompt_logprobs import Scored, by_token, check_whole, wanted_of
+from .routed_experts import check_experts, experts_extension, given_experts
 from .structured_outputs import with_structured_outputs
 from .token_answers import reasoning_tokens, token_rows, usage_of_prompts
 
@@ -110,6 +111,8 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     reasoning_effort: str | None = None
     verbosity: str | None = None
     return_tokens_as_token_ids: bool | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int | None = None
     lora_path: str | None = None
 
     def turns(self) -> list[TurnRequest]:
@@ -124,7 +127,9 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
             **self.given_sampling(),
             **self._limit(),
             **grammar_of(self.response_format),
+            **given_experts(self.return_routed_experts, self.routed_experts_start_len),
         }
+        check_experts(self.return_routed_experts, self.n)
         made = TurnRequest(
             messages=[_known_role(message) for message in self.messages],
             choices=check_choices(self.n),
@@ -327,6 +332,8 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         }
         if self.request.return_token_ids:
             found["prompt_token_ids"] = completions[0].prompt_ids.tolist()
+        if self.request.return_routed_experts:
+            found |= experts_extension(completions[0], self.request.routed_experts_start_len)
         if self.scored:
             decode = completions[0]._decode
             found["prompt_logprobs"] = by_token(self.scored[0], lambda id_: decode([id_], False))
@@ -349,9 +356,12 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     def end(self, completions: Sequence[Completion], sent: Sequence[Mapping[Part, str]]) -> bytes:
         messages = [message_of(completion, self.call_ids) for completion in completions]
         events = b"".join(map(self._end, range(len(messages)), completions, messages, sent))
+        head = self._head("chat.completion.chunk")
+        if self.request.return_routed_experts:
+            found = experts_extension(completions[0], self.request.routed_experts_start_len)
+            events += event({**head, "choices": [], **found})
         options = self.request.stream_options
         if options is not None and options.include_usage:
-            head = self._head("chat.completion.chunk")
             events += event({**head, "choices": [], "usage": _usage_of(completions, messages)})
         return events + DONE
 

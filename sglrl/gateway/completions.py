@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -36,6 +36,7 @@ from .dialect import (
 from .errors import HttpError
 from .prompt_logprobs import Scored, Wanted, by_token, check_whole, wanted_of
 from .prompts import check_completions, prompts_of
+from .routed_experts import check_experts, experts_extension, given_experts
 from .structured_outputs import with_structured_outputs
 from .token_answers import token_rows, usage_of_prompts
 
@@ -72,6 +73,8 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     structured_outputs: dict[str, Any] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    return_routed_experts: bool | None = None
+    routed_experts_start_len: int | None = None
     lora_path: str | None = None
 
     def turns(self) -> list[TurnRequest]:
@@ -92,7 +95,9 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
             **self.given_sampling(),
             **check_limit("max_tokens", self.max_tokens),
             **grammar_of(self.response_format),
+            **given_experts(self.return_routed_experts, self.routed_experts_start_len),
         }
+        check_experts(self.return_routed_experts, len(prompts) * choices)
         return [
             TurnRequest(
                 prompt=prompt,
@@ -151,6 +156,7 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
             **self._head(),
             "choices": choices,
             "usage": usage_of_prompts(completions, self._count),
+            **self._experts(completions),
         }
 
     def begin(self) -> bytes:
@@ -168,9 +174,12 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
             self._event([self._choice(index, one, one.text, sent[index])])
             for index, one in enumerate(completions)
         ]
+        if experts := self._experts(completions):
+            events.append(self._event([], experts))
         options = self.request.stream_options
         if options is not None and options.include_usage:
-            events.append(self._event([], usage_of_prompts(completions, self._count)))
+            usage = usage_of_prompts(completions, self._count)
+            events.append(self._event([], {"usage": usage}))
         return b"".join(events) + DONE
 
     def failed(self, error: HttpError) -> bytes:
@@ -245,6 +254,11 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
             return prompt
         return completion._decode(prompt, completion._params.skip_special_tokens)
 
+    def _experts(self, completions: Sequence[Completion]) -> dict[str, Any]:
+        if not self.request.return_routed_experts:
+            return {}
+        return experts_extension(completions[0], self.request.routed_experts_start_len)
+
     def _head(self) -> dict[str, Any]:
         return {
             "id": self.id,
@@ -253,9 +267,8 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
             "model": self.model,
         }
 
-    def _event(self, choices: list[Any], usage: dict[str, Any] | None = None) -> bytes:
-        more = {} if usage is None else {"usage": usage}
-        return event({**self._head(), "choices": choices, **more})
+    def _event(self, choices: list[Any], more: Mapping[str, Any] | None = None) -> bytes:
+        return event({**self._head(), "choices": choices, **(more or {})})
 
 
 def _logprobs_of(completion: Completion, sent: Sent, count: int, as_ids: bool) -> dict[str, Any]:

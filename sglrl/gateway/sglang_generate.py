@@ -7,7 +7,6 @@ https://docs.sglang.io/basic_usage/sampling_params.html).
 
 from __future__ import annotations
 
-import base64
 import secrets
 from collections.abc import Sequence
 from typing import Any, Final, TypeVar
@@ -33,6 +32,7 @@ from .dialect import (
 from .errors import HttpError
 from .prompt_logprobs import Scored, Wanted, check_whole
 from .prompts import Prompt, check_completions, prompts_of
+from .routed_experts import experts_of, given_experts
 from .token_answers import token_rows
 
 _T = TypeVar("_T")
@@ -111,10 +111,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         top = _each("top_logprobs_num", self.top_logprobs_num, 0, count)
         given = self._given_ids(count)
         adapters = _each("lora_path", self.lora_path or None, None, count)
-        if (self.routed_experts_start_len or 0) < 0:
-            raise InvalidRequest("routed_experts_start_len must not be negative")
-        if self.routed_experts_start_len and not self.return_routed_experts:
-            raise InvalidRequest("routed_experts_start_len needs return_routed_experts=true")
+        experts = given_experts(self.return_routed_experts, self.routed_experts_start_len)
         turns = []
         for at, prompt in enumerate(prompts):
             scored = None
@@ -129,11 +126,9 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidRequest("token_ids_logprob needs return_logprob=true")
             if given[at] and scored is not None:
                 raise InvalidRequest("token_ids_logprob needs logprob_start_len=-1")
-            sampling = _given(params[at], self.sampling_params, at)
+            sampling = _given(params[at], self.sampling_params, at) | experts
             if given[at]:
                 sampling["token_ids_logprob"] = given[at]
-            if self.return_routed_experts:
-                sampling["return_routed_experts"] = True
             turns.append(
                 TurnRequest(
                     prompt=prompt,
@@ -324,18 +319,11 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         }
         if completion.finish_reason:
             found["e2e_latency"] = completion.timing.total
-            found |= self._experts(completion)
+            if self.experts_from is not None and completion.routed_experts is not None:
+                found["routed_experts"] = experts_of(completion, self.experts_from)
         if self.logprobs[index]:
             found |= self._logprobs(index, completion)
         return found
-
-    def _experts(self, completion: Completion) -> dict[str, Any]:
-        """Return routed experts as SGLang does: int32 [tokens, layers, k] in base64."""
-        rows = completion.routed_experts
-        if rows is None or self.experts_from is None:
-            return {}
-        data = rows[self.experts_from :].astype("<i4").tobytes()
-        return {"routed_experts": base64.b64encode(data).decode()}
 
     def _logprobs(self, index: int, completion: Completion) -> dict[str, Any]:
         """Return the logprobs, each with the token and its text or null."""

@@ -91,6 +91,8 @@ def test_tools_are_hidden_if_none_may_be_called() -> None:
         ({"n": 0}, "n must be in 1..128, got 0"),
         ({"n": 10**9}, "n must be in 1..128"),
         ({"top_logprobs": 3}, "top_logprobs needs logprobs=true"),
+        ({"return_routed_experts": True, "n": 2}, "needs n=1 and a single prompt"),
+        ({"routed_experts_start_len": 2}, "needs return_routed_experts=true"),
         ({"audio": {"voice": "x"}}, "the field 'audio' is not supported"),
         ({"functions": [{}]}, "'functions' is not supported; use tools"),
         ({"response_format": {"type": "xml"}}, "Invalid enum value 'xml'"),

@@ -67,6 +67,7 @@ def test_prompts(prompt: Any, prompts: list[Any]) -> None:
         ({"prompt": [True]}, "prompt must be text, a list of token ids"),
         ({"prompt": ["a"] * 50, "n": 100}, "asks for 5,000 completions; send at most 4,096"),
         ({"n": 0}, "n must be in 1..128"),
+        ({"prompt": ["a", "b"], "return_routed_experts": True}, "needs n=1 and a single prompt"),
         ({"best_of": 3}, "best_of must equal n, got best_of=3, n=1"),
         ({"echo": True, "logprobs": 0, "stream": True}, "echo with logprobs, needs stream=false"),
         ({"prompt_logprobs": 0, "stream": True}, "needs stream=false"),

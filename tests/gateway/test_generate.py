@@ -315,6 +315,57 @@ async def test_routed_experts(http: httpx.AsyncClient, pool: sglrl.Client, strea
 
 
 @module
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_routed_experts_of_openai(
+    http: httpx.AsyncClient, pool: sglrl.Client, path: str, stream: bool
+) -> None:
+    asked = {"max_tokens": 3, "return_routed_experts": True, "stream": stream}
+    asked |= {"return_token_ids": True, "routed_experts_start_len": 1}
+    asked |= {"stream_options": {"include_usage": True}} if stream else {}
+    if path == "/v1/completions":
+        asked["prompt"] = [5, 6]
+    else:
+        asked["messages"] = [{"role": "user", "content": "Hello"}]
+    answer = await http.post(path, json={**asked, "model": "tiny"})
+    if stream:
+        *events, usage, _ = answer.text.removesuffix("\n\n").split("\n\n")
+        *_, tokens, last = [json.loads(event.removeprefix("data: ")) for event in events]
+        assert (last["choices"], "usage" in usage) == ([], True)
+        prompt = tokens["choices"][0]["prompt_token_ids"]
+    else:
+        last = answer.json()
+        prompt = (last if "prompt_token_ids" in last else last["choices"][0])["prompt_token_ids"]
+    direct = await pool.generate(input_ids=prompt, max_new_tokens=3, return_routed_experts=True)
+    assert direct.routed_experts is not None
+    assert last["sglext"]["routed_experts_start_len"] == 1
+    rows = np.frombuffer(base64.b64decode(last["sglext"]["routed_experts"]), np.int32)
+    assert rows.tolist() == direct.routed_experts[1:].flatten().tolist()
+
+
+@module
+async def test_routed_experts_of_a_session(gateway: Gateway, pool: sglrl.Client) -> None:
+    """A later turn brings the rows that no earlier turn has. All are in the trajectory."""
+    async with gateway.session() as session, httpx.AsyncClient() as http:
+        ends, messages = [], []
+        for text in ("Hello", "Again"):
+            messages.append({"role": "user", "content": text})
+            body = {"messages": messages, "return_routed_experts": True, "max_tokens": 3}
+            answer = await http.post(f"{session.base_url}/chat/completions", json=body)
+            made = answer.json()
+            messages.append(made["choices"][0]["message"])
+            extension = made["sglext"]
+            rows = np.frombuffer(base64.b64decode(extension["routed_experts"]), np.int32)
+            ends.append((extension["routed_experts_start_len"], rows))
+    assert session.trajectory is not None
+    kept = session.trajectory.routed_experts
+    assert kept is not None
+    assert ends[0][0] == 0
+    assert 0 < ends[1][0] == len(ends[0][1]) // kept[0].size
+    assert np.concatenate([rows for _, rows in ends]).tolist() == kept.flatten().tolist()
+
+
+@module
 async def test_a_stream(http: httpx.AsyncClient) -> None:
     asked = {"input_ids": [5, 6, 7], "stream": True, "sampling_params": {"max_new_tokens": 300}}
     events = []
