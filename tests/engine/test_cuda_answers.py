@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 
 from sglrl.driver.fork_server import ForkConnection, ForkServer, fork_server
-from sglrl_workers.engine.sglang.cuda_answers import Device, answers
+from sglrl_workers.engine.sglang import cuda_answers
+from sglrl_workers.engine.sglang.cuda_answers import Device, answers, devices
 
 GPU = Device("NVIDIA H200", (9, 0), {"multi_processor_count": 132, "major": 9})
 
@@ -42,6 +44,13 @@ def test_an_import_that_initialises_cuda() -> None:
         contextlib.suppress(RuntimeError),
     ):
         torch.cuda.mem_get_info()
+
+
+def test_cuda_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_answers, "_SECONDS", 1)
+    monkeypatch.setattr(cuda_answers, "_ask", signal.pause)
+    with pytest.raises(RuntimeError, match="CUDA does not work in a fork of this process"):
+        devices()
 
 
 @pytest.mark.parametrize("known", [[], [GPU, Device("NVIDIA L4", (8, 9), GPU.properties)]])

@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 from collections.abc import Callable, Iterator
 from functools import wraps
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import torch
+
+_SECONDS: Final = 60
+"""Most seconds that CUDA may take to start."""
 
 
 class Device(msgspec.Struct, frozen=True):
@@ -66,11 +70,12 @@ def check_cuda_after_fork() -> None:
 
 
 def _in_child(function: Callable[[], bytes]) -> bytes:
-    """Return what a function returns in a fork of this process."""
+    """Return what a function returns in a fork of this process. It is killed if it takes long."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         status = 1
+        signal.alarm(_SECONDS)
         try:
             with open(writing, "wb") as file:
                 file.write(function())
