@@ -201,7 +201,7 @@ async def _sglrl_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
         sglrl.launch(
             options["model"], device=case.device, dtype=case.dtype, **options["arguments"]
         ) as client,
-        sglrl.serve(client, name="bench") as gateway,
+        sglrl.serve(client, name="bench", processes=options["processes"]) as gateway,
     ):
         return await _loads(gateway.url, case, options, note)
 
