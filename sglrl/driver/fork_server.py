@@ -32,7 +32,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import cast
+from typing import Final, cast
 
 import msgspec
 
@@ -44,6 +44,11 @@ from ..wire.codec import encode
 from ..wire.processes import Dump, Exited, Forked, FromForkServer, Kill, Ping, Pong, Warm
 
 logger = logging.getLogger("sglrl.spawn")
+
+_READ_AT_IMPORT: Final = (
+    "FLASHINFER_", "HF_", "PYTORCH_", "SGLANG_", "SGL_", "TORCH", "TRANSFORMERS_", "TRITON_",
+)  # fmt: skip
+"""How the names of variables begin that SGLang and the packages that it imports read meanwhile."""
 
 SILENCE = 60.0
 """Seconds that a fork server may take to answer after its imports. A fork takes less than a second,
@@ -198,14 +203,15 @@ class ForkServer:
 
 
 def import_variables(preload: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the modules of a kind read when they are imported.
+    """Return the variables that the modules of a kind may read when they are imported.
 
     Args:
-        env: the variables of the workers. The others are those of this process.
+        env: the variables of the workers, in addition to those of this process.
     """
     if not preload.startswith("sglang"):
         return {}
-    return {n: value for n, value in {**os.environ, **env}.items() if n.startswith("SGLANG_")}
+    own = {name: value for name, value in os.environ.items() if name.startswith("SGLANG_")}
+    return own | {n: value for n, value in env.items() if n.startswith(_READ_AT_IMPORT)}
 
 
 def fork_server(

@@ -224,3 +224,16 @@ async def test_the_kernel_prefers_workers_when_memory_runs_out() -> None:
         for worker in (*client.workers, *values.workers):
             assert oom_score_adj(worker.pid) == min(1000, own + 500)
         assert oom_score_adj(os.getpid()) == own
+
+
+def test_variables_that_imports_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_OWN", "1")
+    env = {"HF_HOME": "a", "SGLANG_OWN": "2", "TRITON_CACHE_DIR": "b", "NCCL_DEBUG": "INFO"}
+    found = fork_server.import_variables("sglang", env)
+    assert "NCCL_DEBUG" not in found
+    assert {name: found[name] for name in env if name != "NCCL_DEBUG"} == {
+        "HF_HOME": "a",
+        "SGLANG_OWN": "2",
+        "TRITON_CACHE_DIR": "b",
+    }
+    assert fork_server.import_variables("plain", env) == {}
