@@ -49,7 +49,9 @@ def main(
     bench_serving: Annotated[
         bool, typer.Option(help="Compare with the load of sglang.bench_serving.")
     ] = False,
-    processes: Annotated[int, typer.Option(min=1, help="Of the gateway.")] = 1,
+    processes: Annotated[
+        int, typer.Option(min=1, help="Of the gateway beside SGLang's server.")
+    ] = 1,
     conversations: Annotated[int, typer.Option(min=1, help="Of 5 turns, for the cost.")] = 400,
     repeat: Annotated[int, typer.Option(min=1, help="Repetitions of the cost.")] = 3,
     json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,

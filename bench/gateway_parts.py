@@ -75,8 +75,12 @@ async def _run_bench_serving(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        async with asyncio.timeout(_LIMIT_SECONDS):
-            output, _ = await process.communicate()
+        try:
+            async with asyncio.timeout(_LIMIT_SECONDS):
+                output, _ = await process.communicate()
+        except TimeoutError:
+            process.kill()
+            raise
         if process.returncode:
             raise RuntimeError(f"bench_serving failed: {output.decode()[-4000:]}")
         found = json.loads(await asyncio.to_thread(file.read_text))

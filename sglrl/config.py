@@ -351,10 +351,11 @@ def is_text(text: str) -> bool:
 
 def path_of(name: str, given: Any) -> str | None:
     """Return a path as text, or None. Raise ``UsageError`` if ``given`` is neither."""
-    try:
-        return None if given is None else os.fspath(given)
-    except TypeError:
-        raise UsageError(f"{name} must be a path, got {given!r:.80}") from None
+    if given is None:
+        return None
+    if not isinstance(given, (str, os.PathLike)) or not isinstance(path := os.fspath(given), str):
+        raise UsageError(f"{name} must be a path, got {given!r:.80}")
+    return path
 
 
 def check_env(env: Any) -> dict[str, str]:

@@ -385,12 +385,16 @@ def main() -> None:
     # Importing takes a while. The server does not watch the driver meanwhile.
     signal.signal(signal.SIGTERM, orphaned)
     die_with_parent(int(driver), signal.SIGTERM)
-    raise_oom_score(_SERVER_SCORE)
+    if name not in INSTEAD.values():
+        # A server that has started anew has its score already.
+        raise_oom_score(_SERVER_SCORE)
     warm = preload(name)
     if warm.error and name in INSTEAD:
         # Modules are imported in part, or CUDA is initialised. So this process starts anew.
         sys.stderr.write(f"workers will import SGLang themselves, because {warm.error}\n")
         sys.stderr.flush()
+        # If the driver exits meanwhile, ``die_with_parent`` notices it in the new program.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         module = "sglrl_workers.fork_server"
         os.execv(sys.executable, [sys.executable, "-m", module, sys.argv[1], INSTEAD[name], driver])
     # Plain actors are forked from a small process, so a spare fork saves no time.

@@ -1,6 +1,6 @@
 """Import SGLang's dependencies in the fork server, if ``engine.sglang.preload_cuda`` has failed.
 
-Each worker then imports SGLang's own modules, which takes it seconds. None of the modules here
+Each worker then imports SGLang's own modules, which takes seconds. None of the modules here
 initialises CUDA. A process that has initialised CUDA must not fork.
 """
 

@@ -142,9 +142,9 @@ def launch(
             outage lasted to do so. The transfer of the largest message must take less time than
             this. None: no heartbeats.
         max_message_bytes: largest message that either side accepts.
-        env: environment variables of the workers, in addition to the driver's. SGLang is imported
-            again for workers with other variables of SGLang, torch, Triton, FlashInfer or Hugging
-            Face than before.
+        env: environment variables of the workers, in addition to the driver's. For variables that
+            no earlier pool had, SGLang is imported again, by one more fork server. It keeps its
+            memory until the program ends.
         gpus: indices of the visible GPUs that the workers use. None: all visible GPUs, from the
             first on. With ``gpus=[1, 2, 3]``, GPU 0 stays free for a trainer.
         weight_device: the device from which this process will send weights ("cuda:0", "cpu"). The

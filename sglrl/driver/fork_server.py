@@ -45,10 +45,8 @@ from ..wire.processes import Dump, Exited, Forked, FromForkServer, Kill, Ping, P
 
 logger = logging.getLogger("sglrl.spawn")
 
-_READ_AT_IMPORT: Final = (
-    "FLASHINFER_", "HF_", "PYTORCH_", "SGLANG_", "SGL_", "TORCH", "TRANSFORMERS_", "TRITON_",
-)  # fmt: skip
-"""How the names of variables begin that SGLang and the packages that it imports read meanwhile."""
+_READ_LATER: Final = ("CUDA_VISIBLE_DEVICES", "NCCL_")
+"""The names of variables begin with these if no import reads them."""
 
 SILENCE = 60.0
 """Seconds that a fork server may take to answer after its imports. A fork takes less than a second,
@@ -57,7 +55,7 @@ LAST_SECONDS = 5.0
 """Seconds that a killed fork server may take to exit."""
 _decoder = msgspec.msgpack.Decoder(FromForkServer)
 _servers: dict[tuple[str, str | None, frozenset[tuple[str, str]]], ForkServer] = {}
-"""The running fork servers, by preload and interpreter."""
+"""The running fork servers, by preload, interpreter and variables."""
 _dead: list[ForkServer] = []
 _lock = threading.Lock()
 _at_exit = False
@@ -203,7 +201,10 @@ class ForkServer:
 
 
 def import_variables(preload: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that the modules of a kind may read when they are imported.
+    """Return the variables with which a fork server imports the modules of a kind.
+
+    Pools share a fork server if these are equal. Of this process's variables, only those of SGLang
+    count.
 
     Args:
         env: the variables of the workers, in addition to those of this process.
@@ -211,7 +212,7 @@ def import_variables(preload: str, env: Mapping[str, str]) -> dict[str, str]:
     if not preload.startswith("sglang"):
         return {}
     own = {name: value for name, value in os.environ.items() if name.startswith("SGLANG_")}
-    return own | {n: value for n, value in env.items() if n.startswith(_READ_AT_IMPORT)}
+    return own | {n: value for n, value in env.items() if not n.startswith(_READ_LATER)}
 
 
 def fork_server(

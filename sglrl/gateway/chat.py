@@ -33,7 +33,7 @@ from .dialect import (
 )
 from .errors import HttpError
 from .prompt_logprobs import Scored, by_token, check_whole, wanted_of
-from .routed_experts import check_experts, experts_extension, given_experts
+from .routed_experts import check_experts, experts_of, given_experts
 from .structured_outputs import with_structured_outputs
 from .token_answers import reasoning_tokens, token_rows, usage_of_prompts
 
@@ -333,7 +333,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         if self.request.return_token_ids:
             found["prompt_token_ids"] = completions[0].prompt_ids.tolist()
         if self.request.return_routed_experts:
-            found |= experts_extension(completions[0], self.request.routed_experts_start_len)
+            found["sglext"] = experts_of(completions[0], self.request.routed_experts_start_len)
         if self.scored:
             decode = completions[0]._decode
             found["prompt_logprobs"] = by_token(self.scored[0], lambda id_: decode([id_], False))
@@ -358,8 +358,8 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         events = b"".join(map(self._end, range(len(messages)), completions, messages, sent))
         head = self._head("chat.completion.chunk")
         if self.request.return_routed_experts:
-            found = experts_extension(completions[0], self.request.routed_experts_start_len)
-            events += event({**head, "choices": [], **found})
+            found = experts_of(completions[0], self.request.routed_experts_start_len)
+            events += event({**head, "choices": [], "sglext": found})
         options = self.request.stream_options
         if options is not None and options.include_usage:
             events += event({**head, "choices": [], "usage": _usage_of(completions, messages)})

@@ -36,7 +36,7 @@ from .dialect import (
 from .errors import HttpError
 from .prompt_logprobs import Scored, Wanted, by_token, check_whole, wanted_of
 from .prompts import check_completions, prompts_of
-from .routed_experts import check_experts, experts_extension, given_experts
+from .routed_experts import check_experts, experts_of, given_experts
 from .structured_outputs import with_structured_outputs
 from .token_answers import token_rows, usage_of_prompts
 
@@ -257,7 +257,7 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
     def _experts(self, completions: Sequence[Completion]) -> dict[str, Any]:
         if not self.request.return_routed_experts:
             return {}
-        return experts_extension(completions[0], self.request.routed_experts_start_len)
+        return {"sglext": experts_of(completions[0], self.request.routed_experts_start_len)}
 
     def _head(self) -> dict[str, Any]:
         return {

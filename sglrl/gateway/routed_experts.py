@@ -35,21 +35,17 @@ def check_experts(wanted: bool | None, completions: int | None) -> None:
         raise InvalidRequest("return_routed_experts needs n=1 and a single prompt")
 
 
-def experts_of(completion: Completion, start: int | None) -> str:
-    """Return the rows of a completion from a position on: int32 [tokens, layers, k] in base64."""
-    rows = completion.routed_experts
-    if rows is None:
-        return ""
-    first = max(0, (start or 0) - completion.routed_from)
-    return base64.b64encode(rows[first:].astype("<i4").tobytes()).decode()
+def experts_of(completion: Completion, start: int | None) -> dict[str, Any]:
+    """Return the fields of an answer for the rows from a position on.
 
-
-def experts_extension(completion: Completion, start: int | None) -> dict[str, Any]:
-    """Return what an answer of OpenAI's APIs has in addition, as SGLang's server.
-
-    A turn of a session has only rows that no earlier turn had, so the first row's position is
-    ``routed_experts_start_len`` of the answer.
+    ``routed_experts``: int32 [tokens, layers, k] in base64, as SGLang sends it.
+    ``routed_experts_start_len``: the position of the first row. SGLang does not send it. A turn of
+    a session has only rows that no earlier turn had.
     """
     first = max(start or 0, completion.routed_from)
-    rows = experts_of(completion, start)
-    return {"sglext": {"routed_experts": rows, "routed_experts_start_len": first}}
+    rows = completion.routed_experts
+    data = b"" if rows is None else rows[first - completion.routed_from :].astype("<i4").tobytes()
+    return {
+        "routed_experts": base64.b64encode(data).decode(),
+        "routed_experts_start_len": first,
+    }

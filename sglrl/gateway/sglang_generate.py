@@ -320,7 +320,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         if completion.finish_reason:
             found["e2e_latency"] = completion.timing.total
             if self.experts_from is not None and completion.routed_experts is not None:
-                found["routed_experts"] = experts_of(completion, self.experts_from)
+                found |= experts_of(completion, self.experts_from)
         if self.logprobs[index]:
             found |= self._logprobs(index, completion)
         return found

@@ -51,7 +51,7 @@ def launch_arguments(given: list[str] | None) -> dict[str, Any]:
             raise UsageError(f"--set {name} is given twice")
         try:
             found[name] = msgspec.json.decode(value)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
             found[name] = value
     return found
 

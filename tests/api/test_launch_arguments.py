@@ -120,7 +120,7 @@ async def test_the_tiny_model_has_a_tokenizer(
     assert folder.startswith("tiny-")
 
 
-@pytest.mark.parametrize("value", [[1], 1.5, True], ids=str)
+@pytest.mark.parametrize("value", [[1], 1.5, True, b"/tmp"], ids=str)
 @pytest.mark.parametrize("name", ["address", "env", "log_dir"])
 def test_a_value_of_another_type(name: str, value: Any) -> None:
     with pytest.raises(sglrl.UsageError, match=rf"^{name} m.*, got {re.escape(repr(value))}$"):

@@ -34,7 +34,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
 SLOW = {**ASK, "max_tokens": 1_000}
-"""Takes a second."""
+"""Takes two seconds."""
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -148,6 +148,7 @@ async def leave(pool: sglrl.Client, http: httpx.AsyncClient, call: asyncio.Futur
     """Cancel a call of the paused pool when it has begun, and wait until the gateway notices."""
     async with asyncio.timeout(60):
         while not any(worker.load for worker in pool.workers):
+            assert not call.done()
             assert (await http.get("/health")).status_code == 200
     call.cancel()
     await asyncio.wait([call])

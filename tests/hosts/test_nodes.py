@@ -14,7 +14,10 @@ from actor_classes import Values
 from processes import wait_for_end
 
 import sglrl
+from sglrl.errors import WorkerStartError
+from sglrl.hosts import node_pool
 from sglrl.transport.curve_keys import make_keys
+from sglrl.wire.nodes import FromNode, PoolOpened
 
 from .nodes import SECONDS, hosts_of, nodes, until_there
 
@@ -196,3 +199,21 @@ def test_wrong_arguments(tmp_path: Path) -> None:
         sglrl.launch("fake", engine="fake", hosts="somewhere")  # type: ignore[arg-type]
     with pytest.raises(sglrl.UsageError, match="hosts must be"):
         sglrl.spawn(Values, hosts=["a"])  # type: ignore[arg-type]
+
+
+async def test_a_node_imports_with_the_variables_of_the_pool(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[dict[str, str]] = []
+
+    def fork_server(preload: str, env: dict[str, str]) -> None:
+        given.append({**env, "preload": preload})
+        raise WorkerStartError("not here")
+
+    monkeypatch.setattr(node_pool, "fork_server", fork_server)
+    answers: list[FromNode] = []
+    env = {"SGLANG_X": "1", "TRITON_CACHE_DIR": "/x"}
+    await node_pool.NodePool(1, "sglang", env, answers.append, lambda address: address).open()
+    assert given[0].items() >= {**env, "preload": "sglang"}.items()
+    assert isinstance(answers[0], PoolOpened)
+    assert answers[0].error == "not here"

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
+import traceback
 from collections.abc import Callable, Iterator
 from functools import wraps
 from types import SimpleNamespace
@@ -17,6 +19,8 @@ from typing import Any, Final
 
 import msgspec
 import torch
+
+from ...process_control import die_with_parent
 
 _SECONDS: Final = 60
 """Most seconds that CUDA may take to start."""
@@ -71,21 +75,32 @@ def check_cuda_after_fork() -> None:
 
 def _in_child(function: Callable[[], bytes]) -> bytes:
     """Return what a function returns in a fork of this process. It is killed if it takes long."""
+    parent = os.getpid()
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         status = 1
-        signal.alarm(_SECONDS)
         try:
+            # The handlers of the parent are not for this process.
+            for number in (signal.SIGTERM, signal.SIGALRM):
+                signal.signal(number, signal.SIG_DFL)
+            die_with_parent(parent)
+            signal.alarm(_SECONDS)
             with open(writing, "wb") as file:
                 file.write(function())
             status = 0
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
         finally:
             os._exit(status)
     os.close(writing)
     with open(reading, "rb") as file:
         found = file.read()
-    if os.waitpid(pid, 0)[1] != 0:
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status == -signal.SIGALRM:
+        raise RuntimeError(f"CUDA did not start within {_SECONDS} s in a fork of this process")
+    if status != 0:
         raise RuntimeError("CUDA does not work in a fork of this process")
     return found
 
