@@ -392,7 +392,11 @@ class Hosts:
     def _end_before_restart(self, hello: NodeHello) -> None:
         """End the session of a node that has died and was started again on the same machine."""
         before = self._links.get(hello.name)
-        if before is not None and not before.session.connected and before.hello.boot == hello.boot:
+        if before is None or before.hello.boot != hello.boot:
+            return
+        # It may have died since the last check, or while this program was stopped.
+        self._check_link(before)
+        if not before.session.connected:
             self._end(before, "its node was started again")
 
     def _unique(self, name: str) -> str:
@@ -412,17 +416,20 @@ class Hosts:
             self._known_strangers = self.strangers
             self._changed()
         for link in self._links.values():
-            before = link.session.connected
-            link.check(self._given_up)
-            if before and not link.session.connected:
-                logger.warning(
-                    "the connection to host %s is broken; its workers are lost unless it returns "
-                    "within %g s (orphan-timeout)",
-                    link.name,
-                    link.hello.orphan_timeout,
-                )
-                self._changed()
+            self._check_link(link)
         self._timer = asyncio.get_running_loop().call_later(CHECK_SECONDS, self._check)
+
+    def _check_link(self, link: NodeLink) -> None:
+        before = link.session.connected
+        link.check(self._given_up)
+        if before and not link.session.connected:
+            logger.warning(
+                "the connection to host %s is broken; its workers are lost unless it returns "
+                "within %g s (orphan-timeout)",
+                link.name,
+                link.hello.orphan_timeout,
+            )
+            self._changed()
 
     def _given_up(self, link: NodeLink) -> None:
         self._end(link, f"its host was away for more than {link.hello.orphan_timeout:g} s")

@@ -44,6 +44,25 @@ async def test_workers_are_spread_and_replaced() -> None:
             assert wait_for_end(pids, SECONDS) == []
 
 
+async def test_a_node_that_starts_again_before_its_death_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It has the same name. The workers are replaced at once, not after the orphan timeout."""
+    monkeypatch.setattr("sglrl.hosts.hosts.CHECK_SECONDS", 1000.0)
+    options = ("--orphan-timeout", "1000")
+    async with sglrl.Hosts(ANY) as hosts:
+        with nodes(hosts.address, "a", options=options) as (first,):
+            async with sglrl.spawn(Values, hosts=hosts) as values:
+                pid = values.workers[0].pid
+                first.strike(signal.SIGKILL)
+                first.ends()
+                with nodes(hosts.address, "a", options=options):
+                    while values.workers[0].pid == pid:
+                        await values._pool.driver.change()
+                    await values.wait_until_full()
+                    assert [host.name for host in hosts.hosts] == hosts_of(values) == ["a"]
+
+
 async def test_a_remote_client_sees_the_hosts() -> None:
     async with sglrl.Hosts(ANY, at_least=2) as hosts:
         with nodes(hosts.address, "a", "b"):
