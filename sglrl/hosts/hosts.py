@@ -378,7 +378,7 @@ class Hosts:
             (link,) = known
             self._peers = {peer: other for peer, other in self._peers.items() if other is not link}
         else:
-            self._end_before_restart(hello)
+            self._end_earlier_session(hello)
             link = NodeLink(self._unique(hello.name), hello, secrets.token_hex(8), self._router)
             self._links[link.name] = link
             self.placement.add(link.name, link.offer)
@@ -389,15 +389,18 @@ class Hosts:
         logger.info("host %s is %s", link.name, "back" if known else "there")
         self._changed()
 
-    def _end_before_restart(self, hello: NodeHello) -> None:
-        """End the session of a node that has died and was started again on the same machine."""
-        before = self._links.get(hello.name)
-        if before is None or before.hello.boot != hello.boot:
-            return
-        # It may have died since the last check, or while this program was stopped.
-        self._check_link(before)
-        if not before.session.connected:
-            self._end(before, "its node was started again")
+    def _end_earlier_session(self, hello: NodeHello) -> None:
+        """End the session that this node had before it gave up, or was started again."""
+        for link in list(self._links.values()):
+            if (link.hello.name, link.hello.boot) != (hello.name, hello.boot):
+                continue
+            if link.hello.process == hello.process:
+                self._end(link, "its node has begun a new session")
+                continue
+            # It may have died since the last check, or while this program was stopped.
+            self._check_link(link)
+            if not link.session.connected:
+                self._end(link, "its node was started again")
 
     def _unique(self, name: str) -> str:
         if name not in self._links:

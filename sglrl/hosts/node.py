@@ -88,6 +88,7 @@ class Node:
         self._settings = settings
         self._environment = environment
         self._once = once
+        self._process = secrets.token_hex(8)
         self._session: Session | None = None
         self._dealer: ZmqDealer | None = None
         self._pools: dict[int, _PoolTask] = {}
@@ -172,6 +173,7 @@ class Node:
             session="" if session is None else session.id,
             received=0 if session is None else session.received,
             program=ip_of(settings.address),
+            process=self._process,
         )
         self._send([encode(hello)])
         if self._impatient is None:

@@ -24,6 +24,7 @@ class NodeHello(msgspec.Struct, array_like=True, frozen=True, tag=80):
     received: the number of the last message that it has received in this session.
     question: the sender is no node, and only wants to know the answer.
     program: the IP address at which the node reaches the driver; empty: unknown.
+    process: identifies the process of the node.
     """
 
     protocol: int
@@ -37,6 +38,7 @@ class NodeHello(msgspec.Struct, array_like=True, frozen=True, tag=80):
     received: int = 0
     question: bool = False
     program: str = ""
+    process: str = ""
 
 
 class Admit(msgspec.Struct, array_like=True, frozen=True, tag=81):

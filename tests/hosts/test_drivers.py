@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import signal
 import subprocess
@@ -172,6 +173,31 @@ async def test_a_message_that_is_missing() -> None:
             assert isinstance(answer, Acknowledge)
         assert [host.state for host in hosts.hosts] == ["connected"]
         for dealer in (first, second):
+            dealer.close()
+
+
+async def test_a_node_that_gives_up_keeps_its_name() -> None:
+    """Its new session can arrive before the driver notices that its old connection is closed."""
+    answers: asyncio.Queue[list[Buffer]] = asyncio.Queue()
+
+    async def connect(process: str) -> ZmqDealer:
+        identity = f"node/{next(numbers)}".encode()
+        dealer = ZmqDealer(hosts.address, identity, max_message_bytes=1 << 20)
+        dealer.start(answers.put_nowait)
+        dealer.send([encode(hello(process=process))])
+        while not isinstance(decode_of_connection((await answers.get())[0]), Admit):
+            """An acknowledgement for another node."""
+        return dealer
+
+    numbers = itertools.count()
+    async with sglrl.Hosts("tcp://127.0.0.1:*") as hosts, asyncio.timeout(SECONDS):
+        dealers = [await connect("first"), await connect("second")]
+        assert [host.name for host in hosts.hosts] == ["a", "a-2"]
+        dealers.append(await connect("first"))
+        assert [host.name for host in hosts.hosts] == ["a-2", "a"]
+        dealers.append(await connect("second"))
+        assert [host.name for host in hosts.hosts] == ["a", "a-2"]
+        for dealer in dealers:
             dealer.close()
 
 
