@@ -188,6 +188,13 @@ def requests(draw: Any, document: dict[str, Any]) -> tuple[str, str, bytes, byte
     return method, pattern, body, key
 
 
+HOLDS = {
+    "/pause": "/continue_generation",
+    "/release_memory_occupation": "/resume_memory_occupation",
+}
+"""Requests after which others wait, and what ends that."""
+
+
 class Sender:
     """Sends requests one after another on a connection, with a session of its own."""
 
@@ -211,8 +218,10 @@ class Sender:
             raise
         if method != "HEAD":
             self.gateway.check_answer(path, answer)
-        if answer.status == 200 and "/pause" in path:
-            assert (await self.http.request("POST", "/continue_generation")).status == 200
+        if answer.status == 200:
+            for name, opposite in HOLDS.items():
+                if name in path:
+                    assert (await self.http.request("POST", opposite)).status == 200
         if answer.headers.get("connection") == "close":
             await self._reconnect()
         if self.count == JSON_REQUESTS // 2:
@@ -417,7 +426,7 @@ async def test_bytes(gateway: Watched) -> None:
 
 # --- the OpenAPI document -------------------------------------------------------------------------
 
-UNFIT = r"/(pause|pause_generation|init_weights_update_group)$"
+UNFIT = r"/(pause|pause_generation|release_memory_occupation|init_weights_update_group)$"
 """Endpoints with which a valid request makes all others wait."""
 PHASES = "fuzzing" if REQUESTS < 50_000 else "coverage,fuzzing"
 """The phase "coverage" is some 10,000 requests."""
