@@ -161,10 +161,9 @@ class HostStriker:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_PATIENCE):
                 await self._client.wait_until_full()
-                while any(host.state != "connected" for host in self._hosts.hosts) or len(
-                    self._hosts.hosts
-                ) < len(self._machines):
+                while not self._all_connected():
                     await self._hosts.change()
+                    await self._client.wait_until_full()
         states = [
             f"worker {w.id} is {w.state}"
             for w in self._client.workers
@@ -174,6 +173,10 @@ class HostStriker:
         return states + [
             f"host {m.name} is not there" for m in self._machines if m.name not in there
         ]
+
+    def _all_connected(self) -> bool:
+        states = [host.state for host in self._hosts.hosts]
+        return states.count("connected") == len(states) >= len(self._machines)
 
     def _described(self) -> str:
         workers = [f"{w.id} {w.state} on {w.host}" for w in self._client.workers]
