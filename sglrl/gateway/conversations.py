@@ -310,6 +310,8 @@ def options_of(
         options.setdefault("max_new_tokens", MOST_TOKENS)
     if options.get("seed") is not None:
         options["seed"] += number
+    if request.experts_if_kept and spec.requests.info.routed_experts is not None:
+        options["return_routed_experts"] = True
     if request.stream:
         options["on_chunk"] = on_chunk
     return options

@@ -63,6 +63,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
         stored: how the conversation is stored. There is one choice then.
         rid: by which clients may abort it.
         lora: name of an adapter; "": that of the session, if any.
+        experts_if_kept: return routed experts if the engines keep them.
     """
 
     messages: Sequence[Message] | None = None
@@ -79,6 +80,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     stored: Stored = Stored()
     rid: str = ""
     lora: str = ""
+    experts_if_kept: bool = False
 
 
 class Answer(Protocol):

@@ -1,13 +1,20 @@
-"""Routed experts in requests and answers, in the format of SGLang's server.
+"""Routed experts in requests and answers, in the formats of SGLang's and vLLM's servers.
 
-Fields: ``return_routed_experts``, and ``routed_experts_start_len``, the first position that is
-wanted. See ``srt/entrypoints/openai/protocol.py`` of SGLang.
+SGLang's fields: ``return_routed_experts``, and ``routed_experts_start_len``, the first position
+that is wanted. See ``srt/entrypoints/openai/protocol.py`` of SGLang.
+
+vLLM returns experts whenever the engine keeps them. See ``GenerateChoiceBase`` in
+``entrypoints/scale_out/token_in_token_out/protocol.py``, and ``routed_experts_prompt_start`` in
+``sampling_params.py``.
 """
 
 from __future__ import annotations
 
 import base64
+import io
 from typing import Any
+
+import numpy as np
 
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
@@ -49,3 +56,18 @@ def experts_of(completion: Completion, start: int | None) -> dict[str, Any]:
         "routed_experts": base64.b64encode(data).decode(),
         "routed_experts_start_len": first,
     }
+
+
+def experts_for_vllm(completion: Completion, start: int) -> str | None:
+    """Return the rows from position ``start`` on, or None if there are none.
+
+    Returns:
+        uint8 or uint16 [tokens, layers, k], as the bytes of a ``.npy`` file in base64.
+    """
+    rows = completion.routed_experts
+    if rows is None:
+        return None
+    assert completion.routed_from == 0  # the prompt of each request is whole
+    file = io.BytesIO()
+    np.save(file, rows[start:].astype(np.uint8 if rows.itemsize == 1 else np.uint16))
+    return base64.b64encode(file.getbuffer()).decode()

@@ -34,6 +34,7 @@ from .dialect import (
 )
 from .errors import HttpError
 from .prompt_logprobs import Scored, by_token, check_whole, wanted_of
+from .routed_experts import experts_for_vllm
 from .structured_outputs import with_structured_outputs
 from .token_answers import TokenRow, token_rows, usage_of_prompts
 
@@ -58,7 +59,6 @@ _IGNORED_SAMPLING: Final = (
 _NOTHING_SAMPLING: Final[dict[str, Any]] = {
     # A shorter form of the logprobs, which servers may leave out.
     "extra_args": (None, {}, {"prl_compact_logprobs": True}, {"prl_compact_logprobs": False}),
-    "routed_experts_prompt_start": (None, 0),
 }
 _INSTEAD_SAMPLING: Final = {
     "allowed_token_ids": "logit_bias or structured_outputs",
@@ -68,7 +68,9 @@ _INSTEAD_SAMPLING: Final = {
 }
 
 
-_NOT_SAMPLING: Final = ("n", "logprobs", "prompt_logprobs", "structured_outputs")
+_NOT_SAMPLING: Final = (
+    "n", "logprobs", "prompt_logprobs", "routed_experts_prompt_start", "structured_outputs",
+)  # fmt: skip
 
 
 class _Sampling(CommonSampling, frozen=True, kw_only=True):
@@ -80,6 +82,7 @@ class _Sampling(CommonSampling, frozen=True, kw_only=True):
     include_stop_str_in_output: bool | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    routed_experts_prompt_start: int | None = None
     structured_outputs: dict[str, Any] | None = None
 
     def given(self) -> dict[str, Any]:
@@ -118,6 +121,8 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
             )
         if sampling.prompt_logprobs is not None:
             check_whole("prompt_logprobs", self.stream)
+        if (sampling.routed_experts_prompt_start or 0) < 0:
+            raise InvalidRequest("routed_experts_prompt_start must not be negative")
         made = TurnRequest(
             prompt=self.token_ids,
             choices=check_choices(sampling.n),
@@ -128,6 +133,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
             # vLLM samples the lowest number first.
             priority=-(self.priority or 0),
             rid=self.request_id or "",
+            experts_if_kept=True,
         )
         return [made]
 
@@ -241,6 +247,9 @@ class TokensAnswer(msgspec.Struct, frozen=True, kw_only=True):
             choice["logprobs"] = {"content": [_entry(row) for row in token_rows(completion, start)]}
         if finish:
             choice["weight_versions"] = weight_versions(completion)
+            choice["routed_experts"] = experts_for_vllm(
+                completion, self.sampling.routed_experts_prompt_start or 0
+            )
         return choice
 
     def _stop_reason(self, completion: Completion) -> str | int | None:

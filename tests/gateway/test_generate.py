@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import io
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -341,6 +342,43 @@ async def test_routed_experts_of_openai(
     assert last["sglext"]["routed_experts_start_len"] == 1
     rows = np.frombuffer(base64.b64decode(last["sglext"]["routed_experts"]), np.int32)
     assert rows.tolist() == direct.routed_experts[1:].flatten().tolist()
+
+
+@module
+@pytest.mark.parametrize("stream", [False, True])
+async def test_routed_experts_of_vllm(
+    http: httpx.AsyncClient, gateway: Gateway, pool: sglrl.Client, stream: bool
+) -> None:
+    """Clients such as verifiers ask only for the rows after their last turn."""
+    async with gateway.session() as session:
+        prompt, start = [5, 6], 0
+        for _ in range(2):
+            params = {"max_tokens": 3, "n": 2, "routed_experts_prompt_start": start}
+            answer = await http.post(
+                "/inference/v1/generate",
+                json={"token_ids": prompt, "sampling_params": params, "stream": stream},
+                headers={"Authorization": f"Bearer {session.api_key}"},
+            )
+            if stream:
+                *events, _ = answer.text.removesuffix("\n\n").split("\n\n")
+                parts = [json.loads(one.removeprefix("data: "))["choices"][0] for one in events]
+                choices = [one for one in parts if one["finish_reason"]]
+            else:
+                choices = answer.json()["choices"]
+            direct = await pool.generate(
+                input_ids=prompt, max_new_tokens=3, return_routed_experts=True
+            )
+            assert direct.routed_experts is not None
+            assert len(choices) == 2
+            for choice in choices:
+                file = io.BytesIO(base64.b64decode(choice["routed_experts"]))
+                assert np.load(file).tolist() == direct.routed_experts[start:].tolist()
+            prompt = [*prompt, *direct.output_ids.tolist()]
+            prompt, start = [*prompt, 9], len(prompt) - 1
+    assert session.trajectory is not None
+    kept = session.trajectory.routed_experts
+    assert kept is not None
+    assert len(kept) == len(session.trajectory.input_ids) - 1
 
 
 @module

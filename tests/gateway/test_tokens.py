@@ -61,6 +61,7 @@ def test_names_of_vllm_become_ours() -> None:
         ({"n": 200}, {}, "n must be in 1..128"),
         ({"logprobs": -1}, {}, "logprobs=-1 is not supported"),
         ({"prompt_logprobs": 1}, {"stream": True}, "prompt_logprobs needs stream=false"),
+        ({"routed_experts_prompt_start": -1}, {}, "must not be negative"),
         ({"bad_words": ["x"]}, {}, "sampling_params: the field 'bad_words' is not supported"),
         ({"extra_args": {"x": 1}}, {}, "sampling_params: the field 'extra_args' is not supported"),
         ({"voice": 1}, {}, "sampling_params: the field 'voice' is not supported"),
@@ -97,6 +98,7 @@ def test_an_answer() -> None:
         "finish_reason": "length",
         "stop_reason": None,
         "weight_versions": [{"version": 0, "start": 0, "end": 2}],
+        "routed_experts": None,
     }
 
     def entry(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
