@@ -267,14 +267,18 @@ class SessionSpec:
         """Check the sampling values of one turn. They override those of the session."""
         return self.requests.samplings.prepare(self.sampling, {**self.values, **own_names(values)})
 
-    async def with_tool_choice(self, prepared: Prepared, choice: ToolChoice | None) -> Prepared:
-        """Add the grammar of ``tool_choice`` to the values of a turn, after ``ids``.
+    async def with_tool_choice(
+        self, prepared: Prepared, choice: ToolChoice | None, parallel: bool
+    ) -> Prepared:
+        """Add the grammar of ``tool_choice`` to the values of a turn.
 
         Args:
             choice: of this turn. None: that of the session.
+            parallel: whether the turn may call several tools.
         """
         choice = self.tool_choice if choice is None else choice
-        return await require_call(self.requests.samplings, prepared, choice, [self.renderer])
+        samplings, renderers = self.requests.samplings, [self.renderer]
+        return await require_call(samplings, prepared, choice, renderers, parallel=parallel)
 
     def render(self, messages: Sequence[Message]) -> str:
         """Return the text of a conversation, up to the assistant's turn."""
