@@ -14,7 +14,7 @@ from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
 from .conversations import OnTokens, Turn, gathered, options_of, sibling
 from .dialect import TurnRequest
-from .unfinished import aborted
+from .unfinished import aborted, without_tokens
 
 
 class AloneTurn(Turn):
@@ -76,6 +76,8 @@ class _Choice:
 
     async def sample(self) -> Completion:
         try:
+            if self._options["max_new_tokens"] == 0:
+                return await self._of_prompt_alone()
             return await self._session.generate(**self._options)
         except Closed:
             if not self._aborted:
@@ -88,6 +90,12 @@ class _Choice:
         self.running, self._aborted = False, True
         self._call = self._session._sampler.call
         self._session.close()
+
+    async def _of_prompt_alone(self) -> Completion:
+        """Return a completion without tokens. The request wants the logprobs of its prompt."""
+        prompt = await self._spec.ids()
+        params = self._spec.prepare({**self._request.sampling, "max_new_tokens": 1}).params
+        return without_tokens(self._spec, prompt, params, self._began)
 
     async def _so_far(self) -> Completion:
         prompt = await self._spec.ids()

@@ -169,8 +169,8 @@ class Endpoints:
         if model in self.settings.names:
             return
         known = ", ".join(self.settings.names)
-        what = f"there is no model {model!r}" if model else "the field 'model' is missing"
-        raise HttpError(404, f"{what}; there is: {known}", code="model_not_found")
+        what = f"there is no model {model!r}; there is: {known}"
+        raise HttpError(404, what, code="model_not_found")
 
     async def turn(self, dialect: Dialect, request: Request) -> Response:
         """Sample the choices that a request asks for."""
@@ -224,7 +224,7 @@ class Endpoints:
             HttpError, InvalidRequest: the model cannot do it.
         """
         model, adapter = split_model(parsed.model or "", self.settings.names)
-        if session is None and parsed.model is not None:
+        if session is None and parsed.model:
             self._check_model(model)
         store = None if session is None else session.store
         wanted = [_with_adapter(continued(one, store), adapter) for one in parsed.turns()]

@@ -38,8 +38,8 @@ from .structured_outputs import with_structured_outputs
 from .token_answers import reasoning_tokens, token_rows, usage_of_prompts
 
 _IGNORED: Final = (
-    "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier",
-    "store", "user",
+    "cache_salt", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
+    "service_tier", "store", "user",
 )  # fmt: skip
 """Fields that do not change the answer."""
 _NOTHING: Final[dict[str, Any]] = {

@@ -42,7 +42,7 @@ from .token_answers import token_rows, usage_of_prompts
 
 DEFAULT_MAX_TOKENS: Final = 16
 _CONTEXT_TOKENS: Final = 16
-_IGNORED: Final = ("metadata", "service_tier", "store", "user")
+_IGNORED: Final = ("cache_salt", "metadata", "service_tier", "store", "user")
 """Fields that do not change the answer."""
 _INSTEAD: Final = {
     "guided_choice": "structured_outputs",

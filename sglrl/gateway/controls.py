@@ -46,6 +46,14 @@ class _Memory(msgspec.Struct, frozen=True):
     tags: list[str] | None = None
 
 
+class _Adapter(msgspec.Struct, frozen=True):
+    lora_name: str
+
+
+class _AdapterFolder(_Adapter, frozen=True):
+    lora_path: str
+
+
 class ControlEndpoints:
     """Answers the requests. All but those that only read need the gateway's key.
 
@@ -74,6 +82,10 @@ class ControlEndpoints:
             ("/pause_generation", self._pause_generation, sglang_error, _Pause),
             ("/release_memory_occupation", self._release_memory, sglang_error, _Memory),
             ("/resume_memory_occupation", self._resume_memory, sglang_error, _Memory),
+            ("/load_lora_adapter", self._load_adapter, _adapter_error, _AdapterFolder),
+            ("/v1/load_lora_adapter", self._load_adapter, _adapter_error, _AdapterFolder),
+            ("/unload_lora_adapter", self._unload_adapter, _adapter_error, _Adapter),
+            ("/v1/unload_lora_adapter", self._unload_adapter, _adapter_error, _Adapter),
             ("/continue_generation", self._continue_generation, sglang_error, None),
             *[(path, _reject(path, why), sglang_error, None) for path, why in _UNSUPPORTED.items()],
             ("/resume", self._resume, openai_error, None),
@@ -133,6 +145,8 @@ class ControlEndpoints:
             "tp_size": 1,
             "dp_size": 1,
             "engine_tp_size": client.info.tp_size,
+            "enable_memory_saver": bool(client.info.sleep_tags),
+            "enable_return_routed_experts": client.info.routed_experts is not None,
             "replicas": len(client.workers),
             "version": client.info.sglang_version,
             "sglrl_version": __version__,
@@ -210,10 +224,26 @@ class ControlEndpoints:
         await self._client.wake(given.tags or None)
         return {"status": "ok", "message": "memory was taken again"}
 
+    async def _load_adapter(self, request: Request) -> dict[str, Any]:
+        body = await self._access.body(request)
+        # No adapter is evicted, so all are pinned.
+        given = decode_body(body, _AdapterFolder, ignored=("pinned",))
+        loaded = await self._client.load_lora(given.lora_name, given.lora_path)
+        return {"success": True, "error_message": None, "version": loaded.version}
+
+    async def _unload_adapter(self, request: Request) -> dict[str, Any]:
+        given = decode_body(await self._access.body(request), _Adapter)
+        await self._client.unload_lora(given.lora_name)
+        return {"success": True, "error_message": None}
+
     async def _reset_prefix_cache(self, request: Request) -> dict[str, bool]:
         if not await self._client.flush_cache():
             raise InvalidRequest("an engine has requests and keeps its cache")
         return {"success": True}
+
+
+def _adapter_error(error: HttpError) -> dict[str, Any]:
+    return {"success": False, "error_message": str(error)}
 
 
 def _reject(path: str, why: str) -> Callable[[Request], Awaitable[Any]]:

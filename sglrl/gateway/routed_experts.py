@@ -3,15 +3,14 @@
 SGLang's fields: ``return_routed_experts``, and ``routed_experts_start_len``, the first position
 that is wanted. See ``srt/entrypoints/openai/protocol.py`` of SGLang.
 
-vLLM returns experts whenever the engine keeps them. See ``GenerateChoiceBase`` in
-``entrypoints/scale_out/token_in_token_out/protocol.py``, and ``routed_experts_prompt_start`` in
-``sampling_params.py``.
+vLLM returns experts whenever the engine keeps them, from ``routed_experts_prompt_start`` on
+(``sampling_params.py``). Its answer is a ``.npy`` file. Ours has the form that prime-rl makes of
+it, which the client of verifiers reads (``verifiers/v1/graph.py`` 0.4.0).
 """
 
 from __future__ import annotations
 
 import base64
-import io
 from typing import Any
 
 import numpy as np
@@ -58,16 +57,20 @@ def experts_of(completion: Completion, start: int | None) -> dict[str, Any]:
     }
 
 
-def experts_for_vllm(completion: Completion, start: int) -> str | None:
-    """Return the rows from position ``start`` on, or None if there are none.
+def experts_for_verifiers(completion: Completion, start: int) -> dict[str, Any] | None:
+    """Return the rows from position ``start`` on, or None if the completion has none.
 
-    Returns:
-        uint8 or uint16 [tokens, layers, k], as the bytes of a ``.npy`` file in base64.
+    ``data``: uint8 or uint16 of the given ``shape``, [tokens, layers, k], in base64. It comes
+    first, as the client requires.
     """
     rows = completion.routed_experts
     if rows is None:
         return None
     assert completion.routed_from == 0  # the prompt of each request is whole
-    file = io.BytesIO()
-    np.save(file, rows[start:].astype(np.uint8 if rows.itemsize == 1 else np.uint16))
-    return base64.b64encode(file.getbuffer()).decode()
+    rows = rows[start:].astype(np.uint8 if rows.itemsize == 1 else np.dtype("<u2"))
+    return {
+        "data": base64.b64encode(rows.tobytes()).decode(),
+        "shape": rows.shape,
+        "start": start,
+        "dtype": rows.dtype.name,
+    }

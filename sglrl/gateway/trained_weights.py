@@ -33,7 +33,7 @@ _UNCHANGED: Final = ("flush_cache", "torch_empty_cache")
 
 class _Join(msgspec.Struct, frozen=True):
     master_address: str
-    master_port: Annotated[int, msgspec.Meta(ge=1, le=65_535)]
+    master_port: int | str
     rank_offset: int
     world_size: Annotated[int, msgspec.Meta(ge=2, le=2**31 - 1)]
     group_name: str = "weight_update_group"
@@ -142,6 +142,7 @@ class TrainedWeights:
 
     async def _join(self, body: bytes) -> Any:
         given = decode_body(body, _Join)
+        port = _port(given.master_port)
         await self._leave_group(given.group_name)
         try:
             from ..weights.trainer_group import TrainerGroup
@@ -155,7 +156,7 @@ class TrainedWeights:
             given.backend,
             self._settings.weight_device,
             given.master_address,
-            given.master_port,
+            port,
             given.rank_offset,
             given.world_size,
             given.group_name,
@@ -224,6 +225,15 @@ class TrainedWeights:
 
 async def _run(thread: ThreadPoolExecutor, work: Callable[..., Any], *arguments: Any) -> Any:
     return await asyncio.get_running_loop().run_in_executor(thread, work, *arguments)
+
+
+def _port(given: int | str) -> int:
+    """Return a port. AReaL sends it as text, and SGLang converts it."""
+    text = str(given)
+    number = text.isascii() and text.isdecimal() and len(text) <= len("65535")
+    if not (number and 1 <= int(text) <= 65_535):
+        raise InvalidRequest(f"master_port must be in 1..65535, got {given!r:.80}")
+    return int(text)
 
 
 def _inflight(abort: bool) -> str:

@@ -1,4 +1,4 @@
-"""Completions that have no end yet, or were aborted."""
+"""Completions that have no end yet, were aborted, or have no tokens."""
 
 from __future__ import annotations
 
@@ -59,3 +59,11 @@ def aborted(
     cached = chunks[-1].cached_tokens if chunks else 0
     end = TokenChunk(b"", finish="abort", cached_tokens=cached, version=spec.weights.version)
     return unfinished(spec, prompt, [*chunks, end], params, top_logprobs, began)
+
+
+def without_tokens(
+    spec: SessionSpec, prompt: bytes, params: SamplingParams, began: float
+) -> Completion:
+    """Return a completion of which no token was wanted: its ``finish_reason`` is "length"."""
+    end = TokenChunk(b"", finish="length", version=spec.weights.version)
+    return unfinished(spec, prompt, [end], params, 0, began)

@@ -34,7 +34,7 @@ from .dialect import (
 )
 from .errors import HttpError
 from .prompt_logprobs import Scored, by_token, check_whole, wanted_of
-from .routed_experts import experts_for_vllm
+from .routed_experts import experts_for_verifiers
 from .structured_outputs import with_structured_outputs
 from .token_answers import TokenRow, token_rows, usage_of_prompts
 
@@ -247,7 +247,7 @@ class TokensAnswer(msgspec.Struct, frozen=True, kw_only=True):
             choice["logprobs"] = {"content": [_entry(row) for row in token_rows(completion, start)]}
         if finish:
             choice["weight_versions"] = weight_versions(completion)
-            choice["routed_experts"] = experts_for_vllm(
+            choice["routed_experts"] = experts_for_verifiers(
                 completion, self.sampling.routed_experts_prompt_start or 0
             )
         return choice

@@ -32,7 +32,8 @@ class LoraMethods(ClientBase):
         and their versions do not share KV cache.
 
         The engine must be launched with ``enable_lora=True``, ``max_lora_rank=`` and
-        ``lora_target_modules=``, or with ``lora_paths=``.
+        ``lora_target_modules=``, or with ``lora_paths=``. A client of ``sglrl.connect`` loads
+        folders, which the process that launched the pool must be able to read.
 
         Args:
             name: text of 1 to 256 characters.

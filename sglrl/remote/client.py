@@ -64,7 +64,7 @@ class _RemoteSleeping:
 
 
 class _RemoteAdapters:
-    """Adapters of the owning pool. It checks the names of adapters in calls."""
+    """Adapters of the owning pool. It checks the names of adapters in calls, and reads folders."""
 
     def __init__(self, pool: RemotePool) -> None:
         self._pool = pool
@@ -88,7 +88,12 @@ class _RemoteAdapters:
         return version
 
     async def load(self, name: Any, adapter: Any, config: Any, timeout: float) -> LoraInfo:
-        raise not_here("adapters are loaded")
+        if config is not None or not isinstance(adapter, str | os.PathLike):
+            raise not_here("adapters that are not folders are loaded")
+        found: LoraInfo = await self._pool.ask(
+            "load_lora", name, _absolute(adapter), timeout, timeout=a_bit_more(timeout)
+        )
+        return found
 
     async def replace(
         self, name: Any, adapter: Any, config: Any, request: UpdateRequest
@@ -96,7 +101,7 @@ class _RemoteAdapters:
         raise not_here("adapters are replaced")
 
     async def unload(self, name: Any, timeout: float) -> None:
-        raise not_here("adapters are unloaded")
+        await self._pool.ask("unload_lora", name, timeout, timeout=a_bit_more(timeout))
 
 
 class _RemoteSender:

@@ -96,6 +96,14 @@ class PoolEndpoints(Actor):
         return self._client.loras
 
     @endpoint
+    async def load_lora(self, name: str, folder: str, seconds: float) -> LoraInfo:
+        return await self._client.load_lora(name, folder, timeout=seconds)
+
+    @endpoint
+    async def unload_lora(self, name: str, seconds: float) -> None:
+        await self._client.unload_lora(name, timeout=seconds)
+
+    @endpoint
     async def describe(self, seconds: float | None) -> ModelDescription:
         return await self._weights.describe(seconds)
 

@@ -226,6 +226,14 @@ async def test_logprobs_of_prompts(
         for at, top in enumerate(row["input_top_logprobs"][1:], 3):
             values = np.sort(policy.logprobs(other)[at - 1])[:-3:-1]
             np.testing.assert_allclose([logprob for logprob, *_ in top], values, atol=2e-4)
+    # Logprobs alone, as slime asks a teacher for them.
+    asked["sampling_params"] = {"max_new_tokens": 0, "temperature": 0}
+    row, _ = (await http.post("/generate", json=asked)).json()
+    assert (row["output_ids"], row["text"]) == ([], "")
+    assert row["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
+    assert row["meta_info"]["completion_tokens"] == 0
+    found = [logprob for logprob, *_ in row["meta_info"]["input_token_logprobs"][1:]]
+    np.testing.assert_allclose(found, expected[0], atol=2e-4)
     # vLLM's.
     asked = {"token_ids": prompt, "sampling_params": {"max_tokens": 1, "prompt_logprobs": 2}}
     made = (await http.post("/inference/v1/generate", json=asked)).json()

@@ -66,7 +66,8 @@ class Trainer:
                 group_name=self.name,
                 timeout=timedelta(seconds=60),
             ),
-            self.join(port),
+            # AReaL sends text.
+            self.join(port, master_port=str(port)),
         )
         self.group = made
         return answer

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
 from inference.test_lora import CONFIG, tensors
+from safetensors.torch import save_file
 
 import sglrl
 from sglrl.gateway.app import split_model
@@ -81,6 +84,40 @@ async def test_models(pool: sglrl.Client, gateway: Gateway, http: httpx.AsyncCli
     await pool.unload_lora("later")
     for name in ("tiny:later", "gpt:a", "a"):
         assert (await http.get(f"/v1/models/{name}")).status_code == 404
+
+
+@pytest.mark.parametrize("root", ["", "/v1"])
+async def test_load_and_unload(
+    pool: sglrl.Client, gateway: Gateway, http: httpx.AsyncClient, tmp_path: Path, root: str
+) -> None:
+    async def post(path: str, **body: Any) -> tuple[int, dict[str, Any]]:
+        answer = await http.post(f"{root}{path}", json=body)
+        return answer.status_code, answer.json()
+
+    save_file(tensors(), tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG))
+    folder = {"lora_name": "d", "lora_path": str(tmp_path), "pinned": True}
+    status, made = await post("/load_lora_adapter", **folder)
+    assert (status, made["success"]) == (200, True), made
+    assert pool.loras["d"].version == made["version"]
+    completion = {"model": "tiny:d", "prompt": [1, 2], "max_tokens": 2}
+    assert (await http.post("/v1/completions", json=completion)).status_code == 200
+    status, made = await post("/load_lora_adapter", **folder)
+    assert (status, made["success"]) == (400, False)
+    assert "'d'" in made["error_message"]
+    status, made = await post("/load_lora_adapter", lora_name="e", lora_path="/no/such")
+    assert status == 400
+    assert "/no/such" in made["error_message"]
+    status, made = await post("/load_lora_adapter", **{**folder, "load_inplace": True})
+    assert (status, "load_inplace" in made["error_message"]) == (400, True)
+    assert (await post("/unload_lora_adapter", lora_name="d"))[0] == 200
+    assert "d" not in pool.loras
+    status, made = await post("/unload_lora_adapter", lora_name="d")
+    assert (status, made["success"]) == (404, False)
+    async with gateway.session() as session:
+        key = {"Authorization": f"Bearer {session.api_key}"}
+        answer = await http.post("/unload_lora_adapter", json={"lora_name": "a"}, headers=key)
+    assert answer.status_code == 403
 
 
 ENDPOINTS: list[tuple[str, dict[str, Any]]] = [

@@ -114,6 +114,8 @@ def test_a_field_is_honoured_or_rejected(fields: dict[str, Any], message: str) -
 
 def test_fields_that_ask_for_nothing_are_accepted() -> None:
     parsed(audio=None, functions=[], modalities=None, logprobs=False)
+    # prime-rl sends the version of the weights.
+    assert parsed(cache_salt="3") == parsed()
     assert parsed(tools=[TOOL], parallel_tool_calls=None).parallel_tool_calls
     assert not parsed(tools=[TOOL], parallel_tool_calls=False).parallel_tool_calls
     parsed(modalities=["text"], voice=False, separate_reasoning=True, stream_reasoning=True)

@@ -48,6 +48,7 @@ async def test_what_engines_report(client: sglrl.Client, http: httpx.AsyncClient
         assert (info["replicas"], info["engine_tp_size"], info["weight_version"]) == (2, 1, "0")
         assert (info["dp_size"], info["tp_size"]) == (1, 1), "for trainers, a pool is one rank"
         assert len(info["internal_states"]) == 2
+        assert (info["enable_memory_saver"], info["enable_return_routed_experts"]) == (True, False)
     for path in ("/weight_version", "/get_weight_version"):
         assert (await http.get(path)).json() == {"weight_version": "0"}
     turns = [asyncio.ensure_future(http.post("/generate", json=SLOW)) for _ in range(3)]
@@ -193,6 +194,8 @@ async def test_trls_client(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     [
         ("/init_weights_update_group", {"master_port": -1}),
         ("/init_weights_update_group", {"master_port": 70_000}),
+        ("/init_weights_update_group", {"master_port": "1e3"}),
+        ("/init_weights_update_group", {"master_port": "99999"}),
         ("/init_weights_update_group", {"world_size": 2**31}),
         ("/update_weights_from_disk", {"weight_version": "9" * 5000}),
     ],

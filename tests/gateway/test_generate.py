@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import io
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -365,14 +364,19 @@ async def test_routed_experts_of_vllm(
                 choices = [one for one in parts if one["finish_reason"]]
             else:
                 choices = answer.json()["choices"]
+                # The client finds the data by this text.
+                assert '"routed_experts":{"data":"' in answer.text
             direct = await pool.generate(
                 input_ids=prompt, max_new_tokens=3, return_routed_experts=True
             )
             assert direct.routed_experts is not None
             assert len(choices) == 2
             for choice in choices:
-                file = io.BytesIO(base64.b64decode(choice["routed_experts"]))
-                assert np.load(file).tolist() == direct.routed_experts[start:].tolist()
+                given = choice["routed_experts"]
+                rows = np.frombuffer(base64.b64decode(given["data"]), given["dtype"])
+                rows = rows.reshape(given["shape"])
+                assert rows.tolist() == direct.routed_experts[start:].tolist()
+                assert given["start"] == start
             prompt = [*prompt, *direct.output_ids.tolist()]
             prompt, start = [*prompt, 9], len(prompt) - 1
     assert session.trajectory is not None
@@ -424,7 +428,8 @@ async def test_a_stream(http: httpx.AsyncClient) -> None:
 async def test_errors(http: httpx.AsyncClient) -> None:
     for asked, status, message in (
         ({"text": ""}, 400, "the prompt is empty"),
-        ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, 400, "at least 1, got 0"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, 400, "at least 1, got -1"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, 400, "=0 needs return_logprob"),
         ({"input_ids": [-1]}, 400, "token id -1 is outside"),
         ({"input_ids": [1] * 40_000}, 400, "is longer than the model's context length"),
         ({"text": "a", "sampling_params": {"temperature": -1}}, 400, "temperature must be in"),
@@ -435,6 +440,10 @@ async def test_errors(http: httpx.AsyncClient) -> None:
             error = answer.json()["error"]
             assert message in error["message"]
             assert error["code"] == status
+    scoring = {"return_logprob": True, "logprob_start_len": 0, "input_ids": [-1]}
+    asked = {**scoring, "sampling_params": {"max_new_tokens": 0}}
+    answer = await http.post("/generate", json=asked)
+    assert "token id -1 is outside" in answer.json()["error"]["message"]
     missing = await http.post("/sessions/none/generate", json={"text": "a"})
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, 404)
 

@@ -80,6 +80,25 @@ async def test_limits(pool: sglrl.Client) -> None:
             assert (await http.post("/sessions", content=body)).status_code == 400
 
 
+@pytest.mark.parametrize(
+    "path", ["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages"]
+)
+async def test_the_name_of_the_model(pool: sglrl.Client, path: str) -> None:
+    """It may be missing, as in requests of AReaL. A wrong name is an error."""
+    bodies: dict[str, Any] = {
+        "/v1/completions": {"prompt": "Hi", "max_tokens": 2},
+        "/v1/responses": {"input": "Hi", "max_output_tokens": 2},
+    }
+    body = bodies.get(path, {"messages": ASK["messages"], "max_tokens": 2})
+    async with serve(pool, name="tiny") as gateway, http_of(gateway) as http:
+        answer = await http.post(path, json=body)
+        assert answer.status_code == 200
+        assert answer.json()["model"] == "tiny"
+        wrong = await http.post(path, json={**body, "model": "gpt"})
+        assert wrong.status_code == 404
+        assert "there is no model 'gpt'; there is: tiny" in wrong.text
+
+
 async def test_a_slow_body(pool: sglrl.Client, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "Settings", partial(Settings, body_seconds=0.3))
     async with serve(pool, name="tiny") as gateway:
