@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import binascii
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import pytest
 import pytest_asyncio
 from engine.policies import until_idle
 from hypothesis import given
 from hypothesis import strategies as st
+from renderers import Qwen3RendererConfig, create_renderer
+from renderers.client import generate
+from sessions.families import FAMILIES, family_tokenizer
 
 import sglrl
 from sglrl.errors import InvalidRequest
@@ -383,6 +389,44 @@ async def test_routed_experts_of_vllm(
     kept = session.trajectory.routed_experts
     assert kept is not None
     assert len(kept) == len(session.trajectory.input_ids) - 1
+
+
+@module
+async def test_the_client_of_verifiers(
+    gateway: Gateway, pool: sglrl.Client, tmp_path: Path
+) -> None:
+    """It calls ``renderers.client.generate``. Each turn after the first goes on with its tokens."""
+    tokenizer = family_tokenizer(tmp_path, FAMILIES["qwen3"])
+    renderer = create_renderer(tokenizer, Qwen3RendererConfig())
+    rows: list[list[Any]] = []
+    size, tokens = 0, list[int]()
+    async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x") as client:
+        for role in ("user", "tool", "tool"):
+            ask = [{"role": role, "content": "Hello"}]
+            start = max(0, len(tokens) - 1)
+            # The engine repeats the prompt. Its first message ends as an answer does.
+            first = renderer.render_ids([{"role": "user", "content": "Hello"}])
+            end = renderer.get_stop_token_ids()[0]
+            params: dict[str, Any] = {"max_tokens": first.index(end) + 1}
+            bridged = None
+            if tokens:
+                bridged = renderer.bridge_to_next_turn(tokens[:size], tokens[size:], ask).token_ids
+                params["routed_experts_prompt_start"] = start
+            made = await generate(
+                client=client, renderer=renderer, messages=ask, model="tiny",
+                prompt_ids=bridged, sampling_params=params,
+            )  # fmt: skip
+            assert made["completion_ids"][-1] == end
+            assert len(made["completion_logprobs"]) == len(made["completion_ids"])
+            size, tokens = len(made["prompt_ids"]), made["prompt_ids"] + made["completion_ids"]
+            payload = made["routed_experts"]
+            assert payload["start"] == start
+            array = np.frombuffer(binascii.a2b_base64(payload["data"]), payload["dtype"])
+            rows = rows[:start] + array.reshape(payload["shape"]).tolist()
+            assert len(rows) == len(tokens) - 1
+    whole = await pool.generate(input_ids=tokens, max_new_tokens=1, return_routed_experts=True)
+    assert whole.routed_experts is not None
+    assert whole.routed_experts[: len(rows)].tolist() == rows
 
 
 @module
