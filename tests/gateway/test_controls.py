@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
 from engine.policies import until_idle, until_running
+from sessions.families import FAMILIES, family_tokenizer
 from torchrl.modules.llm.backends.sglang import AsyncSGLang
 from trl.generation import vllm_client
 
@@ -187,6 +189,32 @@ async def test_trls_client(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> Non
                 assert row == sorted(row, reverse=True)
                 assert len(row) == len(known) >= 3
     assert size == 1
+
+
+async def test_tools_of_trls_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The client sends ``tool_choice="none"``, unless it is told otherwise."""
+    monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)
+    tokenizer = family_tokenizer(tmp_path, FAMILIES["qwen3"])
+    ask = [{"role": "user", "content": "Hi"}]
+    add = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+
+    def work(url: str, **choice: Any) -> list[int]:
+        trl = vllm_client.VLLMClient(base_url=url)
+        made = trl.chat([ask], tools=[add], max_tokens=2, logprobs=0, generation_kwargs=choice)
+        (ids,) = made["prompt_ids"]
+        return ids  # type: ignore[no-any-return]
+
+    async with (
+        sglrl.launch(str(tmp_path), engine="fake") as client,
+        sglrl.serve(client) as gateway,
+    ):
+        hidden = await asyncio.to_thread(work, gateway.url)
+        shown = await asyncio.to_thread(work, gateway.url, tool_choice="auto")
+    for ids, tools in ((hidden, None), (shown, [add])):
+        expected = tokenizer.apply_chat_template(
+            ask, tools=tools, add_generation_prompt=True, return_dict=False
+        )
+        assert ids == expected
 
 
 @pytest.mark.parametrize(
