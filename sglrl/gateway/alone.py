@@ -77,7 +77,7 @@ class _Choice:
     async def sample(self) -> Completion:
         try:
             if self._options["max_new_tokens"] == 0:
-                return await self._of_prompt_alone()
+                return await self._without_tokens()
             return await self._session.generate(**self._options)
         except Closed:
             if not self._aborted:
@@ -91,11 +91,11 @@ class _Choice:
         self._call = self._session._sampler.call
         self._session.close()
 
-    async def _of_prompt_alone(self) -> Completion:
-        """Return a completion without tokens. The request wants the logprobs of its prompt."""
-        prompt = await self._spec.ids()
-        params = self._spec.prepare({**self._request.sampling, "max_new_tokens": 1}).params
-        return without_tokens(self._spec, prompt, params, self._began)
+    async def _without_tokens(self) -> Completion:
+        """Sample nothing. The request wants the logprobs of its prompt, which come later."""
+        prompt, request = await self._spec.ids(), self._request
+        params = self._spec.prepare({**request.sampling, "max_new_tokens": 1}).params
+        return without_tokens(self._spec, prompt, params, request.top_logprobs, self._began)
 
     async def _so_far(self) -> Completion:
         prompt = await self._spec.ids()

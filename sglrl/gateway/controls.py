@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from datetime import UTC, datetime
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -51,7 +51,7 @@ class _Adapter(msgspec.Struct, frozen=True):
 
 
 class _AdapterFolder(_Adapter, frozen=True):
-    lora_path: str
+    lora_path: Annotated[str, msgspec.Meta(min_length=1)]
 
 
 class ControlEndpoints:

@@ -290,7 +290,9 @@ def sibling(spec: SessionSpec, request: TurnRequest) -> SessionSpec:
         made = spec.sibling(messages=request.messages, **own, **template_of(request))
         return made if given is None or isinstance(given, str) else made.with_ids(given)
     prompt: dict[str, Any] = {"prompt" if isinstance(given, str) else "input_ids": given}
-    return spec.sibling(**own, **prompt)
+    made = spec.sibling(**own, **prompt)
+    made.routed_from = request.experts_from or 0
+    return made
 
 
 def options_of(
@@ -304,14 +306,14 @@ def options_of(
     options = {
         **request.sampling,
         "tool_choice": request.tool_choice,
-        "parallel_tool_calls": request.parallel_tool_calls or not request.tools,
+        "parallel_tool_calls": request.parallel_tool_calls,
         "top_logprobs": request.top_logprobs,
     }
     if spec.prepared.max_new_tokens is None:
         options.setdefault("max_new_tokens", MOST_TOKENS)
     if options.get("seed") is not None:
         options["seed"] += number
-    if request.experts_if_kept and spec.requests.info.routed_experts is not None:
+    if request.experts_from is not None and spec.requests.info.routed_experts is not None:
         options["return_routed_experts"] = True
     if request.stream:
         options["on_chunk"] = on_chunk

@@ -63,7 +63,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
         stored: how the conversation is stored. There is one choice then.
         rid: by which clients may abort it.
         lora: name of an adapter; "": that of the session, if any.
-        experts_if_kept: return routed experts if the engines keep them.
+        experts_from: the first position whose routed experts are wanted, if the engines keep them.
     """
 
     messages: Sequence[Message] | None = None
@@ -81,7 +81,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     stored: Stored = Stored()
     rid: str = ""
     lora: str = ""
-    experts_if_kept: bool = False
+    experts_from: int | None = None
 
 
 class Answer(Protocol):

@@ -57,20 +57,19 @@ def experts_of(completion: Completion, start: int | None) -> dict[str, Any]:
     }
 
 
-def experts_for_verifiers(completion: Completion, start: int) -> dict[str, Any] | None:
-    """Return the rows from position ``start`` on, or None if the completion has none.
+def experts_for_verifiers(completion: Completion) -> dict[str, Any] | None:
+    """Return the rows of a completion, or None if it has none.
 
     ``data``: uint8 or uint16 of the given ``shape``, [tokens, layers, k], in base64. It comes
-    first, as the client requires.
+    first, as the client requires. ``start``: the position of the first row.
     """
     rows = completion.routed_experts
     if rows is None:
         return None
-    assert completion.routed_from == 0  # the prompt of each request is whole
-    rows = rows[start:].astype(np.uint8 if rows.itemsize == 1 else np.dtype("<u2"))
+    rows = rows.astype(np.uint8 if rows.itemsize == 1 else np.dtype("<u2"), copy=False)
     return {
         "data": base64.b64encode(rows.tobytes()).decode(),
         "shape": rows.shape,
-        "start": start,
+        "start": completion.routed_from,
         "dtype": rows.dtype.name,
     }

@@ -127,9 +127,10 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
             if given[at] and scored is not None:
                 raise InvalidRequest("token_ids_logprob needs logprob_start_len=-1")
             sampling = _given(params[at], self.sampling_params, at) | experts
-            if sampling.get("max_new_tokens") == 0 and scored is None:
+            if sampling.get("max_new_tokens") == 0 and (scored is None or experts):
                 raise InvalidRequest(
-                    "max_new_tokens=0 needs return_logprob=true and logprob_start_len"
+                    "max_new_tokens=0 needs return_logprob=true and logprob_start_len, without "
+                    "return_routed_experts"
                 )
             if given[at]:
                 sampling["token_ids_logprob"] = given[at]

@@ -33,7 +33,7 @@ _UNCHANGED: Final = ("flush_cache", "torch_empty_cache")
 
 class _Join(msgspec.Struct, frozen=True):
     master_address: str
-    master_port: int | str
+    master_port: Annotated[int, msgspec.Meta(ge=1, le=65_535)] | str
     rank_offset: int
     world_size: Annotated[int, msgspec.Meta(ge=2, le=2**31 - 1)]
     group_name: str = "weight_update_group"

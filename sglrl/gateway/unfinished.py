@@ -40,6 +40,7 @@ def unfinished(
         _finished=now(),
         _decode=spec.requests.decode,
         _params=params,
+        lora=spec.lora or None,
     )
 
 
@@ -62,8 +63,8 @@ def aborted(
 
 
 def without_tokens(
-    spec: SessionSpec, prompt: bytes, params: SamplingParams, began: float
+    spec: SessionSpec, prompt: bytes, params: SamplingParams, top_logprobs: int, began: float
 ) -> Completion:
     """Return a completion of which no token was wanted: its ``finish_reason`` is "length"."""
     end = TokenChunk(b"", finish="length", version=spec.weights.version)
-    return unfinished(spec, prompt, [end], params, 0, began)
+    return unfinished(spec, prompt, [end], params, top_logprobs, began)

@@ -121,8 +121,11 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
             )
         if sampling.prompt_logprobs is not None:
             check_whole("prompt_logprobs", self.stream)
-        if (sampling.routed_experts_prompt_start or 0) < 0:
-            raise InvalidRequest("routed_experts_prompt_start must not be negative")
+        start = sampling.routed_experts_prompt_start or 0
+        if not 0 <= start < max(1, len(self.token_ids)):
+            raise InvalidRequest(
+                f"routed_experts_prompt_start must be a position of the prompt, got {start}"
+            )
         made = TurnRequest(
             prompt=self.token_ids,
             choices=check_choices(sampling.n),
@@ -133,7 +136,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
             # vLLM samples the lowest number first.
             priority=-(self.priority or 0),
             rid=self.request_id or "",
-            experts_if_kept=True,
+            experts_from=start,
         )
         return [made]
 
@@ -247,9 +250,7 @@ class TokensAnswer(msgspec.Struct, frozen=True, kw_only=True):
             choice["logprobs"] = {"content": [_entry(row) for row in token_rows(completion, start)]}
         if finish:
             choice["weight_versions"] = weight_versions(completion)
-            choice["routed_experts"] = experts_for_verifiers(
-                completion, self.sampling.routed_experts_prompt_start or 0
-            )
+            choice["routed_experts"] = experts_for_verifiers(completion)
         return choice
 
     def _stop_reason(self, completion: Completion) -> str | int | None:

@@ -391,12 +391,14 @@ class Hosts:
 
     def _end_earlier_session(self, hello: NodeHello) -> None:
         """End the session that this node had before it gave up, or was started again."""
-        for link in list(self._links.values()):
-            if (link.hello.name, link.hello.boot) != (hello.name, hello.boot):
-                continue
+        similar = [link for link in self._links.values() if _is_similar(link.hello, hello)]
+        for link in similar:
             if link.hello.process == hello.process:
                 self._end(link, "its node has begun a new session")
-                continue
+                return
+        # Of several nodes with the same name on one machine, it is not known which one it was.
+        if len(similar) == 1:
+            (link,) = similar
             # It may have died since the last check, or while this program was stopped.
             self._check_link(link)
             if not link.session.connected:
@@ -459,6 +461,11 @@ def _node_addresses(nodes: Sequence[str]) -> tuple[str, ...]:
     for node in nodes:
         check_tcp(node, "a node")
     return tuple(nodes)
+
+
+def _is_similar(one: NodeHello, other: NodeHello) -> bool:
+    """Return whether they may be the same node at different times."""
+    return (one.name, one.boot, one.gpus) == (other.name, other.boot, other.gpus)
 
 
 def _limits(hello: NodeHello) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import secrets
 import socket
 from collections.abc import Callable, Coroutine
@@ -48,6 +49,10 @@ _PATIENCE: Final = 10.0
 """Seconds without an answer after which the log says so."""
 
 
+_PROCESS: Final = secrets.token_hex(8)
+"""With the process id, it identifies this process among all that had the same id."""
+
+
 class Refused(SglrlError):
     """The driver cannot use this node."""
 
@@ -88,7 +93,6 @@ class Node:
         self._settings = settings
         self._environment = environment
         self._once = once
-        self._process = secrets.token_hex(8)
         self._session: Session | None = None
         self._dealer: ZmqDealer | None = None
         self._pools: dict[int, _PoolTask] = {}
@@ -173,7 +177,7 @@ class Node:
             session="" if session is None else session.id,
             received=0 if session is None else session.received,
             program=ip_of(settings.address),
-            process=self._process,
+            process=f"{os.getpid()}-{_PROCESS}",
         )
         self._send([encode(hello)])
         if self._impatient is None:

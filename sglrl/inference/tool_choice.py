@@ -114,7 +114,8 @@ def call_grammar(
     call.
 
     Returns:
-        None with "auto" if the model's format has no second call.
+        None with "auto" if the model's format has no second call, and its calls begin with ordinary
+        text.
 
     Raises:
         InvalidRequest: as ``chosen_tool`` and ``require_call``.
@@ -146,10 +147,10 @@ def call_grammar(
     ]
     call: _Format = {"type": "or", "elements": calls}
     if chosen is None:
-        if "separator" not in part:
-            return None
         (begin, *_) = _literal(part["begin"], tokens)
         if begin["type"] != "token":
+            if renderer.example(2) is None:
+                return None
             raise InvalidRequest(
                 f"parallel_tool_calls=False is not possible with the renderer {renderer.name!r}: "
                 "its calls begin with ordinary text"

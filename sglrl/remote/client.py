@@ -193,7 +193,7 @@ class _PoolAddress:
 
 
 def _absolute(path: str | os.PathLike[str]) -> str:
-    return os.path.abspath(path)
+    return os.path.abspath(os.path.expanduser(path))
 
 
 def connect(
@@ -210,9 +210,9 @@ def connect(
     """Return a client for another process's pool: ``async with sglrl.connect(address) as client``.
 
     The client has the functions of the ``Client`` of that process, except adding and removing
-    workers, and adapters. The pool routes its calls together with all other calls. In
-    ``update_weights`` this process sends the weights; all updates use the ``device`` and ``host``
-    of the first update. Exiting the block does not change the pool.
+    workers, and replacing and listing adapters. The pool routes its calls together with all other
+    calls. In ``update_weights`` this process sends the weights; all updates use the ``device`` and
+    ``host`` of the first update. Exiting the block does not change the pool.
 
     Args:
         address: ``client.address`` in the process that called ``launch``. It holds a secret.

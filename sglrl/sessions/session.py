@@ -194,8 +194,8 @@ class Session:
         prepared = self._prepared(dict(values))
         await self._sampler.begin()
         try:
-            calls = tool_choice, parallel_tool_calls
-            return await self._turn(prepared, calls, top_logprobs, on_chunk)
+            choice = tool_choice, parallel_tool_calls
+            return await self._turn(prepared, choice, top_logprobs, on_chunk)
         except Closed:
             shared = self._shared
             shared.refused = shared.refused or not self._sampler.has_closed
@@ -207,14 +207,14 @@ class Session:
     async def _turn(
         self,
         prepared: Prepared,
-        calls: tuple[ToolChoice | None, bool],
+        choice: tuple[ToolChoice | None, bool],
         top_logprobs: int,
         on_chunk: OnChunk | None,
     ) -> Completion:
         """Sample a turn, and keep it.
 
         Args:
-            calls: ``tool_choice`` and ``parallel_tool_calls``.
+            choice: ``tool_choice`` and ``parallel_tool_calls``.
         """
         self._taken = len(self._pending)
         place = self._place
@@ -232,10 +232,10 @@ class Session:
             end = None if place.begins else self._history.end_token(place.last)
             arguments = self._spec, observed, before, dialogue, end, self._history.said(place)
             ids, dialogue = await in_thread(encode_observations, *arguments)
-        prepared = await self._spec.with_tool_choice(prepared, *calls)
+        prepared = await self._spec.with_tool_choice(prepared, *choice)
         begin = 0
         if prepared.params.return_routed_experts and ids.startswith(place.tokens):
-            begin = self._history.routed(place)
+            begin = max(self._spec.routed_from, self._history.routed(place))
         completion = await self._sampler.sample(ids, prepared, top_logprobs, on_chunk, begin)
         await self._keep(ids, completion, dialogue)
         return completion

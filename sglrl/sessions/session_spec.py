@@ -126,6 +126,8 @@ class SessionSpec:
             if self.template.pop("continue_final_message", False):
                 self.begun = str(self.messages[-1].get("content") or "")
                 self.messages = self.messages[:-1]
+        self.routed_from = 0
+        """The first position of the prompt whose routed experts are wanted."""
         self._prompt = prompt
         info = client.info
         self.vocab_size = info.vocab_size
@@ -277,6 +279,7 @@ class SessionSpec:
             parallel: whether the turn may call several tools.
         """
         choice = self.tool_choice if choice is None else choice
+        parallel = parallel or not self.template.get("tools")
         samplings, renderers = self.requests.samplings, [self.renderer]
         return await require_call(samplings, prepared, choice, renderers, parallel=parallel)
 

@@ -228,7 +228,8 @@ async def test_logprobs_of_prompts(
             np.testing.assert_allclose([logprob for logprob, *_ in top], values, atol=2e-4)
     # Logprobs alone, as slime asks a teacher for them.
     asked["sampling_params"] = {"max_new_tokens": 0, "temperature": 0}
-    row, _ = (await http.post("/generate", json=asked)).json()
+    row, other_row = (await http.post("/generate", json=asked)).json()
+    assert other_row["meta_info"]["input_top_logprobs"] == rows[2]["input_top_logprobs"]
     assert (row["output_ids"], row["text"]) == ([], "")
     assert row["meta_info"]["finish_reason"] == {"type": "length", "length": 0}
     assert row["meta_info"]["completion_tokens"] == 0

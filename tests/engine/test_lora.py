@@ -210,10 +210,14 @@ async def test_requests_over_http(lab: Lab) -> None:
         serve(lab.client, name="tiny") as gateway,
         httpx.AsyncClient(base_url=gateway.url, timeout=60) as http,
     ):
-        made, answer = await asyncio.gather(
+        made, scored, answer = await asyncio.gather(
             http.post("/generate", json=batch),
+            http.post("/generate", json={**batch, "sampling_params": {"max_new_tokens": 0}}),
             http.post("/v1/completions", json={**text, "return_token_ids": True}),
         )
+    for one, alone in zip(made.json(), scored.json(), strict=True):
+        rows = (row["meta_info"]["input_token_logprobs"][1:] for row in (one, alone))
+        np.testing.assert_allclose(*([logprob for logprob, *_ in some] for some in rows), atol=1e-4)
     for model, one in zip(models, made.json(), strict=True):
         meta = one["meta_info"]
         for rows, prompt in (

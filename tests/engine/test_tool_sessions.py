@@ -315,6 +315,9 @@ async def test_turns_with_at_most_one_call(tools_client: sglrl.Client) -> None:
             assert session.trajectory().branches == ()
             several = await session.generate(tool_choice="required")
             assert len(several.tool_calls) > 1
+    # A session without tools has nothing to call.
+    async with client.session(messages=ASK, max_new_tokens=2) as session:
+        await session.generate(parallel_tool_calls=False)
     # A turn need not call.
     silent = {opening: -50.0, end: 4.0}
     async with client.session(**options, logit_bias=silent) as session:

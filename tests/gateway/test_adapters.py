@@ -88,12 +88,37 @@ async def test_models(pool: sglrl.Client, gateway: Gateway, http: httpx.AsyncCli
 
 @pytest.mark.parametrize("root", ["", "/v1"])
 async def test_load_and_unload(
-    pool: sglrl.Client, gateway: Gateway, http: httpx.AsyncClient, tmp_path: Path, root: str
+    pool: sglrl.Client, tmp_path: Path, root: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The gateway has processes of its own, where the client is one of ``sglrl.connect``."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+
     async def post(path: str, **body: Any) -> tuple[int, dict[str, Any]]:
         answer = await http.post(f"{root}{path}", json=body)
         return answer.status_code, answer.json()
 
+    async with (
+        sglrl.serve(pool, name="tiny", processes=2) as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=60) as http,
+    ):
+        await load_and_unload(pool, gateway, http, tmp_path, post)
+    folder = str(tmp_path / "adapter")
+    async with sglrl.connect(pool.address) as remote:
+        assert (await remote.load_lora("f", "~/adapter")).name == "f"
+        with pytest.raises(sglrl.UsageError, match="not folders are loaded"):
+            await remote.load_lora("g", tensors(), config=CONFIG)
+        with pytest.raises(sglrl.UsageError, match="'f'"):
+            await remote.load_lora("f", Path(folder))
+        await remote.unload_lora("f")
+        with pytest.raises(sglrl.UnknownAdapter):
+            await remote.unload_lora("f")
+
+
+async def load_and_unload(
+    pool: sglrl.Client, gateway: Any, http: httpx.AsyncClient, home: Path, post: Any
+) -> None:
+    tmp_path = home / "adapter"
+    tmp_path.mkdir()
     save_file(tensors(), tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps(CONFIG))
     folder = {"lora_name": "d", "lora_path": str(tmp_path), "pinned": True}
@@ -110,14 +135,17 @@ async def test_load_and_unload(
     assert "/no/such" in made["error_message"]
     status, made = await post("/load_lora_adapter", **{**folder, "load_inplace": True})
     assert (status, "load_inplace" in made["error_message"]) == (400, True)
+    assert (await post("/load_lora_adapter", lora_name="e", lora_path=""))[0] == 400
+    assert (await post("/load_lora_adapter", lora_name="e", lora_path="~/adapter"))[0] == 200
+    assert (await post("/unload_lora_adapter", lora_name="e"))[0] == 200
     assert (await post("/unload_lora_adapter", lora_name="d"))[0] == 200
     assert "d" not in pool.loras
     status, made = await post("/unload_lora_adapter", lora_name="d")
     assert (status, made["success"]) == (404, False)
     async with gateway.session() as session:
         key = {"Authorization": f"Bearer {session.api_key}"}
-        answer = await http.post("/unload_lora_adapter", json={"lora_name": "a"}, headers=key)
-    assert answer.status_code == 403
+        for path in ("/load_lora_adapter", "/unload_lora_adapter"):
+            assert (await http.post(path, json=folder, headers=key)).status_code == 403
 
 
 ENDPOINTS: list[tuple[str, dict[str, Any]]] = [

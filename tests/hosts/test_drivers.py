@@ -184,7 +184,7 @@ async def test_a_node_that_gives_up_keeps_its_name() -> None:
         identity = f"node/{next(numbers)}".encode()
         dealer = ZmqDealer(hosts.address, identity, max_message_bytes=1 << 20)
         dealer.start(answers.put_nowait)
-        dealer.send([encode(hello(process=process))])
+        dealer.send([encode(hello(process=process, orphan_timeout=SECONDS))])
         while not isinstance(decode_of_connection((await answers.get())[0]), Admit):
             """An acknowledgement for another node."""
         return dealer
@@ -197,6 +197,13 @@ async def test_a_node_that_gives_up_keeps_its_name() -> None:
         assert [host.name for host in hosts.hosts] == ["a-2", "a"]
         dealers.append(await connect("second"))
         assert [host.name for host in hosts.hosts] == ["a", "a-2"]
+        # It is not known which of the two was started again, and both may return.
+        for dealer in dealers:
+            dealer.close()
+        while {host.state for host in hosts.hosts} != {"away"}:
+            await hosts.change()
+        dealers.append(await connect("third"))
+        assert [host.name for host in hosts.hosts] == ["a", "a-2", "a-3"]
         for dealer in dealers:
             dealer.close()
 

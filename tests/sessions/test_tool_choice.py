@@ -108,6 +108,31 @@ def test_at_most_one_call(family: str, thinks: bool, tmp_path: Path) -> None:
     assert not must("5")
 
 
+def test_at_most_one_call_in_a_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some formats, such as DeepSeek's, put all calls of a turn between two more tokens."""
+    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
+
+    def example(renderer: Renderer, calls: int) -> str:
+        return f"<tool_response>{call * calls}</tool_response>"
+
+    monkeypatch.setattr(Renderer, "example", example)
+    renderer = renderer_of("qwen3", tmp_path, {"enable_thinking": False})
+    auto = Accepts(renderer, "auto", parallel=False)
+    assert auto(example(renderer, 1))
+    assert auto("5")
+    assert not auto(example(renderer, 2))
+    assert not auto(f"{example(renderer, 1)}{example(renderer, 1)}")
+
+
+def test_calls_that_begin_with_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a second call would begin cannot be seen."""
+    call = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
+    monkeypatch.setattr(Renderer, "example", lambda renderer, calls: ";".join([call] * calls))
+    renderer = renderer_of("llama-3", tmp_path, {})
+    with pytest.raises(sglrl.InvalidRequest, match="its calls begin with ordinary text"):
+        call_grammar(renderer, "auto", parallel=False)
+
+
 def test_a_format_without_a_grammar(tmp_path: Path) -> None:
     renderer = renderer_of("gemma4", tmp_path, {})
     with pytest.raises(sglrl.InvalidRequest, match="not possible with the renderer 'gemma4'"):
