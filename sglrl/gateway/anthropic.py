@@ -112,6 +112,11 @@ class MessagesRequest(SamplingFields, frozen=True, kw_only=True):
     def turns(self) -> list[TurnRequest]:
         choice = self.tool_choice or ToolChoice()
         tools = openai_tools(self.tools or ())
+        if tools and choice.disable_parallel_tool_use and choice.type in ("auto", "any"):
+            raise InvalidRequest(
+                "disable_parallel_tool_use=true is not supported; tool_choice with the name of a "
+                "tool makes a single call"
+            )
         if self.thinking is not None:
             _check_thinking(self.thinking)
         made = TurnRequest(
@@ -124,7 +129,6 @@ class MessagesRequest(SamplingFields, frozen=True, kw_only=True):
                 **_grammar(self.output_config),
             },
             tool_choice=_choice_of(choice),
-            parallel_tool_calls=not choice.disable_parallel_tool_use,
             tools=tools if tools and choice.type != "none" else None,
             chat_template_kwargs=template_of(self._effort(), None, self.chat_template_kwargs),
             priority=self.priority or 0,

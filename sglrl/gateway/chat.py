@@ -135,8 +135,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
             choices=check_choices(self.n),
             stream=bool(self.stream),
             sampling=with_structured_outputs(sampling, self.structured_outputs),
-            tool_choice="auto" if self.tool_choice in (None, "none") else self.tool_choice,
-            parallel_tool_calls=self.parallel_tool_calls is not False,
+            tool_choice=self._tool_choice(),
             top_logprobs=self.top_logprobs or 0,
             prompt_logprobs=scored,
             tools=shown or None,
@@ -163,6 +162,19 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         if old and new and old != new:
             raise InvalidRequest("max_tokens and max_completion_tokens differ: give one of them")
         return new or old
+
+    def _tool_choice(self) -> Any:
+        choice = self.tool_choice
+        if (
+            self.parallel_tool_calls is False
+            and self.tools
+            and choice in (None, "auto", "required")
+        ):
+            raise InvalidRequest(
+                "parallel_tool_calls=false is not supported; tool_choice with the name of a tool "
+                "makes a single call"
+            )
+        return "auto" if choice in (None, "none") else choice
 
 
 class ChatTokensRequest(ChatRequest, frozen=True, kw_only=True):

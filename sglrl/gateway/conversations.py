@@ -306,7 +306,6 @@ def options_of(
     options = {
         **request.sampling,
         "tool_choice": request.tool_choice,
-        "parallel_tool_calls": request.parallel_tool_calls,
         "top_logprobs": request.top_logprobs,
     }
     if spec.prepared.max_new_tokens is None:

@@ -55,7 +55,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
         stream: the text is wanted as it is sampled.
         sampling: fields of ``SamplingParams``. Without ``max_new_tokens``, a turn may fill the
             context.
-        tool_choice, parallel_tool_calls, top_logprobs: as in ``Session.generate``.
+        tool_choice, top_logprobs: as in ``Session.generate``.
         prompt_logprobs: those of the prompt that are wanted. They need an answer with a field
             ``scored``, and no stream.
         tools, chat_template_kwargs: as in ``Client.session``.
@@ -72,7 +72,6 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     sampling: Mapping[str, Any] = {}
     tool_choice: Any = None
-    parallel_tool_calls: bool = True
     top_logprobs: int = 0
     prompt_logprobs: Wanted | None = None
     tools: Sequence[Any] | None = None

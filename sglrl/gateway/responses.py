@@ -102,13 +102,17 @@ class ResponsesBody(msgspec.Struct, frozen=True):
         tools, choice = tools_of(given.tools), choice_of(given.tool_choice)
         if given.tool_choice == "none":
             tools = []
+        if given.parallel_tool_calls is False and tools and not isinstance(choice, Mapping):
+            raise InvalidRequest(
+                "parallel_tool_calls=false is not supported; tool_choice with the name of a tool "
+                "makes a single call"
+            )
         limit = check_limit("max_output_tokens", given.max_output_tokens)
         made = TurnRequest(
             messages=[*first, *messages],
             stream=bool(given.stream),
             sampling={**given.given_sampling(), **limit, **_grammar(given.text or {})},
             tool_choice=choice,
-            parallel_tool_calls=given.parallel_tool_calls is not False,
             top_logprobs=given.top_logprobs or 0,
             tools=tools or None,
             chat_template_kwargs=template_of(

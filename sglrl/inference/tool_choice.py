@@ -1,4 +1,4 @@
-"""The grammar of a turn that must call a tool, or that may call only one.
+"""The grammar of a turn that must call a tool: ``tool_choice``.
 
 The grammar is made of an example. The renderer writes a turn that thinks and calls a tool. In its
 text, the reasoning is replaced by any text, the name of the tool by those of the given tools, and
@@ -74,48 +74,36 @@ async def require_call(
     prepared: Prepared,
     choice: ToolChoice,
     renderers: Sequence[Renderer | None],
-    *,
-    parallel: bool = True,
 ) -> Prepared:
     """Return sampling values whose grammar allows only calls of the chosen tools.
 
-    With "auto", these are the values unchanged, unless ``parallel`` is False.
+    With "auto", these are the values unchanged.
 
     Args:
-        parallel: whether a turn may call several tools.
         renderers: of the conversations, which have the same tools and the same template.
 
     Raises:
         InvalidRequest: another grammar is given too, no renderer fits the model, or XGrammar cannot
             describe its calls.
     """
-    if choice == "auto" and parallel:
+    if choice == "auto":
         return prepared
-    name = "parallel_tool_calls=False" if choice == "auto" else "tool_choice"
     if prepared.params.grammars:
-        raise InvalidRequest(f"{name} is a grammar too: omit {prepared.params.grammars[0]}")
+        raise InvalidRequest(f"tool_choice is a grammar too: omit {prepared.params.grammars[0]}")
     found = [renderer for renderer in renderers if renderer is not None]
     if not found or len(found) < len(renderers):
         raise InvalidRequest(
-            f"{name} needs a model whose format for calls of tools is known: no renderer fits, "
+            "tool_choice needs a model whose format for calls of tools is known: no renderer fits, "
             "and the logger sglrl.renderer says why"
         )
-    tag = await in_thread(call_grammar, found[0], choice, parallel)
-    return prepared if tag is None else samplings.prepare(prepared.params, {"structural_tag": tag})
+    tag = await in_thread(call_grammar, found[0], choice)
+    return samplings.prepare(prepared.params, {"structural_tag": tag})
 
 
-def call_grammar(
-    renderer: Renderer, choice: ToolChoice, parallel: bool = True
-) -> dict[str, Any] | None:
+def call_grammar(renderer: Renderer, choice: ToolChoice) -> dict[str, Any]:
     """Return the structural tag of a turn that calls tools.
 
-    A chosen tool is called once. "required" allows several calls if the model's format does and
-    ``parallel`` is true. "auto", with ``parallel`` false, allows any text and then at most one
-    call.
-
-    Returns:
-        None with "auto" if the model's format has no second call, and its calls begin with ordinary
-        text.
+    A chosen tool is called once. "required" allows several calls if the model's format does.
 
     Raises:
         InvalidRequest: as ``chosen_tool`` and ``require_call``.
@@ -123,13 +111,19 @@ def call_grammar(
     chosen = chosen_tool(choice, renderer.tools)
     found = _parts(renderer)
     if found is None:
-        name = "parallel_tool_calls=False" if choice == "auto" else "tool_choice"
         raise InvalidRequest(
-            f"{name} is not possible with the renderer {renderer.name!r}: XGrammar has no "
+            f"tool_choice is not possible with the renderer {renderer.name!r}: XGrammar has no "
             "grammar for its calls"
         )
     style, part = found
     tokens = renderer.added_tokens
+    elements: list[_Format] = []
+    if "closing" in part:
+        closing = tokens[part["closing"]]
+        thoughts = {"type": "any_tokens", "exclude_tokens": [closing, *renderer.end_tokens]}
+        elements += [*_literal(part["opening"], tokens), thoughts]
+        elements.append({"type": "token", "token": closing})
+    elements += _literal(part["space"], tokens)
     calls = [
         _sequence(
             [
@@ -146,39 +140,11 @@ def call_grammar(
         if not chosen or _name(tool) == chosen
     ]
     call: _Format = {"type": "or", "elements": calls}
-    if chosen is None:
-        (begin, *_) = _literal(part["begin"], tokens)
-        if begin["type"] != "token":
-            if renderer.example(2) is None:
-                return None
-            raise InvalidRequest(
-                f"parallel_tool_calls=False is not possible with the renderer {renderer.name!r}: "
-                "its calls begin with ordinary text"
-            )
-        text = _any_but(begin["token"], *renderer.end_tokens)
-        elements = [text, {"type": "optional", "content": call}]
-    else:
-        elements = [*_before_calls(part, renderer), call]
-        if not chosen and parallel and "separator" in part:
-            again = _sequence([*_literal(part["separator"], tokens), call])
-            elements.append({"type": "star", "content": again})
+    elements.append(call)
+    if not chosen and "separator" in part:
+        again = _sequence([*_literal(part["separator"], tokens), call])
+        elements.append({"type": "star", "content": again})
     return {"type": "structural_tag", "format": _sequence(elements)}
-
-
-def _before_calls(part: Mapping[str, str], renderer: Renderer) -> list[_Format]:
-    """Return the formats of what comes before the first call of a turn that must call."""
-    tokens = renderer.added_tokens
-    elements: list[_Format] = []
-    if "closing" in part:
-        closing = tokens[part["closing"]]
-        elements += _literal(part["opening"], tokens)
-        elements.append(_any_but(closing, *renderer.end_tokens))
-        elements.append({"type": "token", "token": closing})
-    return [*elements, *_literal(part["space"], tokens)]
-
-
-def _any_but(*tokens: int) -> _Format:
-    return {"type": "any_tokens", "exclude_tokens": [*tokens]}
 
 
 def _sequence(elements: list[_Format]) -> _Format:

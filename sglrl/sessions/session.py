@@ -164,7 +164,6 @@ class Session:
         self,
         *,
         tool_choice: ToolChoice | None = None,
-        parallel_tool_calls: bool = True,
         top_logprobs: int = 0,
         on_chunk: OnChunk | None = None,
         **values: Unpack[SamplingOptions],
@@ -177,7 +176,6 @@ class Session:
 
         Args:
             tool_choice: as in ``Client.session``, for this turn. None: that of the session.
-            parallel_tool_calls: False: the turn calls at most one tool, which a grammar ensures.
             top_logprobs: also return this many most likely tokens at each position.
             on_chunk: called with new tokens as they arrive.
             **values: the fields of ``SamplingParams``. They override those of the session.
@@ -194,8 +192,7 @@ class Session:
         prepared = self._prepared(dict(values))
         await self._sampler.begin()
         try:
-            choice = tool_choice, parallel_tool_calls
-            return await self._turn(prepared, choice, top_logprobs, on_chunk)
+            return await self._turn(prepared, tool_choice, top_logprobs, on_chunk)
         except Closed:
             shared = self._shared
             shared.refused = shared.refused or not self._sampler.has_closed
@@ -207,15 +204,11 @@ class Session:
     async def _turn(
         self,
         prepared: Prepared,
-        choice: tuple[ToolChoice | None, bool],
+        tool_choice: ToolChoice | None,
         top_logprobs: int,
         on_chunk: OnChunk | None,
     ) -> Completion:
-        """Sample a turn, and keep it.
-
-        Args:
-            choice: ``tool_choice`` and ``parallel_tool_calls``.
-        """
+        """Sample a turn, and keep it."""
         self._taken = len(self._pending)
         place = self._place
         dialogue, before = place.dialogue, place.tokens
@@ -232,7 +225,7 @@ class Session:
             end = None if place.begins else self._history.end_token(place.last)
             arguments = self._spec, observed, before, dialogue, end, self._history.said(place)
             ids, dialogue = await in_thread(encode_observations, *arguments)
-        prepared = await self._spec.with_tool_choice(prepared, *choice)
+        prepared = await self._spec.with_tool_choice(prepared, tool_choice)
         begin = 0
         if prepared.params.return_routed_experts and ids.startswith(place.tokens):
             begin = max(self._spec.routed_from, self._history.routed(place))

@@ -269,19 +269,14 @@ class SessionSpec:
         """Check the sampling values of one turn. They override those of the session."""
         return self.requests.samplings.prepare(self.sampling, {**self.values, **own_names(values)})
 
-    async def with_tool_choice(
-        self, prepared: Prepared, choice: ToolChoice | None, parallel: bool
-    ) -> Prepared:
-        """Add the grammar of ``tool_choice`` to the values of a turn.
+    async def with_tool_choice(self, prepared: Prepared, choice: ToolChoice | None) -> Prepared:
+        """Add the grammar of ``tool_choice`` to the values of a turn, after ``ids``.
 
         Args:
             choice: of this turn. None: that of the session.
-            parallel: whether the turn may call several tools.
         """
         choice = self.tool_choice if choice is None else choice
-        parallel = parallel or not self.template.get("tools")
-        samplings, renderers = self.requests.samplings, [self.renderer]
-        return await require_call(samplings, prepared, choice, renderers, parallel=parallel)
+        return await require_call(self.requests.samplings, prepared, choice, [self.renderer])
 
     def render(self, messages: Sequence[Message]) -> str:
         """Return the text of a conversation, up to the assistant's turn."""

@@ -292,42 +292,6 @@ async def test_turns_that_must_call(tools_client: sglrl.Client) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="session")
-async def test_turns_with_at_most_one_call(tools_client: sglrl.Client) -> None:
-    client = tools_client
-    opening, end = client.tokenizer.convert_tokens_to_ids(["<tool_call>", "<|im_end|>"])
-    options: dict[str, Any] = {
-        "messages": ASK,
-        "tools": [digit_tool("add"), digit_tool("multiply")],
-        "template": {"enable_thinking": False},
-        "max_new_tokens": 400,
-        "seed": 3,
-    }
-    # The model calls as soon as the grammar allows it. The end of a turn is unlikely.
-    calling = {opening: 50.0, end: -5.0}
-    for choice in ("auto", "required"):
-        async with client.session(**options, logit_bias=calling) as session:
-            for _ in range(3):
-                turn = await session.generate(tool_choice=choice, parallel_tool_calls=False)
-                (call,) = turn.tool_calls
-                assert call.error == ""
-                assert turn.finish_reason == "stop"
-                session.observe({"role": "tool", "tool_call_id": call.id, "content": "5"})
-            assert session.trajectory().branches == ()
-            several = await session.generate(tool_choice="required")
-            assert len(several.tool_calls) > 1
-    # A session without tools has nothing to call.
-    async with client.session(messages=ASK, max_new_tokens=2) as session:
-        await session.generate(parallel_tool_calls=False)
-    # A turn need not call.
-    silent = {opening: -50.0, end: 4.0}
-    async with client.session(**options, logit_bias=silent) as session:
-        turn = await session.generate(parallel_tool_calls=False)
-        assert turn.tool_calls == ()
-        assert turn.text
-        assert turn.finish_reason == "stop"
-
-
-@pytest.mark.asyncio(loop_scope="session")
 async def test_wrong_choices(tools_client: sglrl.Client) -> None:
     client = tools_client
     wrong: list[tuple[dict[str, Any], str]] = [
@@ -348,8 +312,6 @@ async def test_wrong_choices(tools_client: sglrl.Client) -> None:
     async with client.session(messages=ASK, tools=[add], max_new_tokens=2) as session:
         with pytest.raises(sglrl.InvalidRequest, match="must be one of"):
             await session.generate(tool_choice="sub")
-        with pytest.raises(sglrl.InvalidRequest, match="=False is a grammar too: omit regex"):
-            await session.generate(parallel_tool_calls=False, regex="a")
         # The session can go on.
         await session.generate(tool_choice="required")
     with pytest.raises(sglrl.InvalidRequest, match="tool_choice is for messages, and none are"):

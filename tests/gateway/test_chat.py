@@ -101,6 +101,7 @@ def test_tools_are_hidden_if_none_may_be_called() -> None:
         ({"separate_reasoning": False}, "the field 'separate_reasoning' is not supported"),
         ({"stream_reasoning": 1}, "the field 'stream_reasoning' is not supported"),
         ({"stream_options": {"continuous_usage_stats": True}}, "use include_usage"),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls=false"),
         ({"tools": [TOOL, {"function": {}}]}, "tools[1].function.name is missing"),
         ({"tools": [{"function": {"name": 7}}]}, "tools[0].function.name is missing, or is not"),
         ({"tools": [{"name": "add"}]}, "tools[0].function.name is missing"),
@@ -113,11 +114,9 @@ def test_a_field_is_honoured_or_rejected(fields: dict[str, Any], message: str) -
 
 
 def test_fields_that_ask_for_nothing_are_accepted() -> None:
-    parsed(audio=None, functions=[], modalities=None, logprobs=False)
+    parsed(audio=None, functions=[], modalities=None, parallel_tool_calls=False, logprobs=False)
     # prime-rl sends the version of the weights.
     assert parsed(cache_salt="3") == parsed()
-    assert parsed(tools=[TOOL], parallel_tool_calls=None).parallel_tool_calls
-    assert not parsed(tools=[TOOL], parallel_tool_calls=False).parallel_tool_calls
     parsed(modalities=["text"], voice=False, separate_reasoning=True, stream_reasoning=True)
     for fields in ({"modalities": ["audio"]}, {"voice": 0}, {"functions": [{}]}):
         with pytest.raises(InvalidRequest, match="is not supported"):

@@ -109,6 +109,7 @@ def test_tools_have_the_form_of_chat_completions() -> None:
         ),
         ({"tools": [{"type": "function"}]}, "tools[0].name must be a string"),
         ({"tools": [{**TOOL, "defer_loading": True}]}, "'tools[0].defer_loading' is not supported"),
+        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls=false"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice 'allowed_tools' is not"),
         ({"tool_choice": "add"}, "tool_choice 'add' is not supported"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.name must be a string"),
@@ -123,13 +124,13 @@ def test_a_field_is_honoured_or_rejected(fields: dict[str, Any], message: str) -
 def test_fields_that_ask_for_nothing_are_accepted() -> None:
     given = parsed(
         background=False, conversation=None, prompt=None, max_tool_calls=None, text=None, tools=[],
-        reasoning={"effort": None, "mode": None}, include=[], parallel_tool_calls=True,
+        reasoning={"effort": None, "mode": None}, include=[], parallel_tool_calls=False,
         tool_choice=None, truncation=None, context_management=[],
     )  # fmt: skip
     assert msgspec.structs.replace(given, stored=Stored()) == parsed(store=False)
     named = {"type": "function", "name": "add"}
-    single = parsed(tools=[TOOL], tool_choice=named, parallel_tool_calls=False)
-    assert not single.parallel_tool_calls
+    parsed(tools=[TOOL], tool_choice=named, parallel_tool_calls=False)
+    parsed(tools=[TOOL], tool_choice="none", parallel_tool_calls=False)
 
 
 JSON = st.recursive(

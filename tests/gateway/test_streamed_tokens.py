@@ -56,6 +56,7 @@ async def streamed(
         found = box.encode_texts([turn.prompt])[0] if isinstance(turn.prompt, str) else turn.prompt
         spec: Any = SimpleNamespace(
             requests=SimpleNamespace(decode=box.decode),
+            lora="",
             prepare=lambda values: SimpleNamespace(params=SamplingParams(**values)),
             _ids=np.array(found, "<i4").tobytes(),
         )

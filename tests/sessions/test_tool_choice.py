@@ -39,13 +39,13 @@ def renderer_of(family: str, folder: Path, options: dict[str, Any]) -> Renderer:
 class Accepts:
     """Says which texts a grammar allows, with the model's special tokens as single tokens."""
 
-    def __init__(self, renderer: Renderer, choice: ToolChoice, *, parallel: bool = True) -> None:
+    def __init__(self, renderer: Renderer, choice: ToolChoice) -> None:
         self._tokenizer = renderer._box.tokenizer
         (self._end, *_) = renderer.end_tokens
         info = xgrammar.TokenizerInfo.from_huggingface(
             self._tokenizer, stop_token_ids=renderer.end_tokens
         )
-        tag = json.dumps(call_grammar(renderer, choice, parallel))
+        tag = json.dumps(call_grammar(renderer, choice))
         self._grammar = xgrammar.GrammarCompiler(info).compile_structural_tag(tag)
 
     def __call__(self, text: str) -> bool:
@@ -86,56 +86,7 @@ def test_calls(family: str, thinks: bool, tmp_path: Path) -> None:
         assert not named(twice.replace("add", "multiply"))
 
 
-@pytest.mark.parametrize("thinks", [True, False])
-@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "gemma4"])
-def test_at_most_one_call(family: str, thinks: bool, tmp_path: Path) -> None:
-    options = {} if thinks or family == "llama-3" else {"enable_thinking": False}
-    renderer = renderer_of(family, tmp_path, options)
-    once, twice = renderer.example(1), renderer.example(2)
-    assert once is not None
-    if twice is None:
-        # The format has no second call.
-        assert call_grammar(renderer, "auto", parallel=False) is None
-    else:
-        auto = Accepts(renderer, "auto", parallel=False)
-        for text in ("", "5", "Hm.\n</think>\n5", once, once.replace("1", "-12")):
-            assert auto(text)
-        for wrong in (twice, once[:-3], once.replace("add", "sub"), f"{once}x"):
-            assert not auto(wrong)
-        assert not Accepts(renderer, "required", parallel=False)(twice)
-    must = Accepts(renderer, "required", parallel=False)
-    assert must(once)
-    assert not must("5")
-
-
-def test_at_most_one_call_in_a_section(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some formats, such as DeepSeek's, put all calls of a turn between two more tokens."""
-    call = '<tool_call>{"name": "add", "arguments": {"a": 1, "b": 2}}</tool_call>'
-
-    def example(renderer: Renderer, calls: int) -> str:
-        return f"<tool_response>{call * calls}</tool_response>"
-
-    monkeypatch.setattr(Renderer, "example", example)
-    renderer = renderer_of("qwen3", tmp_path, {"enable_thinking": False})
-    auto = Accepts(renderer, "auto", parallel=False)
-    assert auto(example(renderer, 1))
-    assert auto("5")
-    assert not auto(example(renderer, 2))
-    assert not auto(f"{example(renderer, 1)}{example(renderer, 1)}")
-
-
-def test_calls_that_begin_with_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a second call would begin cannot be seen."""
-    call = '{"name": "add", "parameters": {"a": 1, "b": 2}}'
-    monkeypatch.setattr(Renderer, "example", lambda renderer, calls: ";".join([call] * calls))
-    renderer = renderer_of("llama-3", tmp_path, {})
-    with pytest.raises(sglrl.InvalidRequest, match="its calls begin with ordinary text"):
-        call_grammar(renderer, "auto", parallel=False)
-
-
 def test_a_format_without_a_grammar(tmp_path: Path) -> None:
     renderer = renderer_of("gemma4", tmp_path, {})
     with pytest.raises(sglrl.InvalidRequest, match="not possible with the renderer 'gemma4'"):
         call_grammar(renderer, "required")
-    with pytest.raises(sglrl.InvalidRequest, match="parallel_tool_calls=False is not possible"):
-        call_grammar(renderer, "auto", parallel=False)
