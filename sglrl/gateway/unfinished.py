@@ -65,6 +65,6 @@ def aborted(
 def without_tokens(
     spec: SessionSpec, prompt: bytes, params: SamplingParams, top_logprobs: int, began: float
 ) -> Completion:
-    """Return a completion of which no token was wanted: its ``finish_reason`` is "length"."""
+    """Return a completion with a prompt and no output tokens, which has ended by "length"."""
     end = TokenChunk(b"", finish="length", version=spec.weights.version)
     return unfinished(spec, prompt, [end], params, top_logprobs, began)

@@ -192,7 +192,7 @@ async def test_trls_client(gateway: Any, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 async def test_tools_of_trls_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client sends ``tool_choice="none"``, unless it is told otherwise."""
+    """The client sends ``tool_choice="none"``. An argument of its method overrides that."""
     monkeypatch.setattr(vllm_client, "is_vllm_available", lambda: True)
     tokenizer = family_tokenizer(tmp_path, FAMILIES["qwen3"])
     ask = [{"role": "user", "content": "Hi"}]
