@@ -12,6 +12,7 @@ import logging
 import os
 import time
 import traceback
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ from sglrl.errors import MessageTooLarge, ProtocolError, SglrlError
 from sglrl.transport.dropped import Dropped
 from sglrl.transport.shared_rows import RowsWriter, writer_for
 from sglrl.transport.zmq import ZmqPolledDealer
+from sglrl.wire.adapters import LoraCommit, LoraKeep, LoraPart, LoraPrepare
 from sglrl.wire.calls import (
     PROTOCOL_VERSION,
     CallMessage,
@@ -37,14 +39,10 @@ from sglrl.wire.calls import (
     Starting,
     Submit,
 )
-from sglrl.wire.codec import Buffer, decode_to_worker, encode, readable
+from sglrl.wire.codec import Buffer, decode_to_worker, encode, readable, split_frames
 from sglrl.wire.engine import (
     EngineInfo,
     GenerateArgs,
-    LoraCommit,
-    LoraKeep,
-    LoraPart,
-    LoraPrepare,
     NextTokenArgs,
     PauseArgs,
     ProfileArgs,
@@ -143,10 +141,10 @@ class Mailbox:
         self._pause = msgspec.msgpack.Decoder(PauseArgs)
         self._sleep = msgspec.msgpack.Decoder(SleepArgs)
         self._next_token = msgspec.msgpack.Decoder(NextTokenArgs)
+        self._lora_part = msgspec.msgpack.Decoder(LoraPart)
         self._lora: dict[str, msgspec.msgpack.Decoder[Any]] = {
             "lora_commit": msgspec.msgpack.Decoder(LoraCommit),
             "lora_keep": msgspec.msgpack.Decoder(LoraKeep),
-            "lora_part": msgspec.msgpack.Decoder(LoraPart),
             "lora_prepare": msgspec.msgpack.Decoder(LoraPrepare),
         }
         self._encode = msgspec.msgpack.Encoder().encode
@@ -179,13 +177,14 @@ class Mailbox:
             any_ = True
             try:
                 message = decode_to_worker(frames[0])
+                owned = split_frames(message.calls, frames) if isinstance(message, Submit) else []
             except ProtocolError as error:
                 self._drop("a message of the driver: %s", error)
                 continue
             match message:
                 case Submit(calls=calls) if not self._returning:
-                    for call in calls:
-                        self._begin(engine, call)
+                    for call, raw in zip(calls, owned, strict=True):
+                        self._begin(engine, call, raw)
                 case Cancel(ids=ids):
                     for id_ in ids:
                         engine.abort(id_)
@@ -376,7 +375,7 @@ class Mailbox:
         for id_ in list(self._held):
             engine.abort(id_)
 
-    def _begin(self, engine: Engine, call: CallMessage) -> None:
+    def _begin(self, engine: Engine, call: CallMessage, raw: Sequence[Buffer]) -> None:
         if call.id in self._held:
             self._drop("call %d, which is here already", call.id)
             return
@@ -410,6 +409,10 @@ class Mailbox:
                 case "get_weights":
                     names = self._weights.decode(call.args).names
                     self.put_value(call.id, engine.get_weights(names))
+                case "lora_part":
+                    part = self._lora_part.decode(call.args)
+                    (data,) = raw
+                    engine.adapters(call.id, msgspec.structs.replace(part, data=data))
                 case name if name in self._lora:
                     engine.adapters(call.id, self._lora[name].decode(call.args))
                 case other:

@@ -13,9 +13,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Raw
@@ -38,8 +38,9 @@ from ..weights.adapter_config import AdapterConfig
 from ..weights.deadline import Deadline, turn
 from ..weights.update_report import UpdateReport
 from ..weights.update_request import UpdateRequest
+from ..wire.adapters import LoraCommit, LoraKeep, LoraPart, LoraPrepare
 from ..wire.codec import encode
-from ..wire.engine import EngineInfo, LoraCommit, LoraKeep, LoraPrepare
+from ..wire.engine import EngineInfo
 from ..wire.weights import ModelDescription
 from .engine_controls import urgent_call
 from .threads import in_thread
@@ -136,12 +137,20 @@ class _Endpoints(Actor):
 _SPECS: Final[dict[str, EndpointSpec]] = endpoints_of(_Endpoints)
 
 
+class _Order(NamedTuple):
+    """A call that all workers get: the endpoint, its encoded arguments, and its raw frames."""
+
+    name: str
+    args: Raw
+    frames: Sequence[memoryview] = ()
+
+
 class _Loaded(msgspec.Struct, frozen=True):
     """An adapter that all workers have, and the calls that bring it to another worker."""
 
     info: LoraInfo
     serial: int
-    calls: list[tuple[str, Raw]]
+    calls: list[_Order]
 
 
 class PoolAdapters(DriverListener):
@@ -231,7 +240,7 @@ class PoolAdapters(DriverListener):
         async with turn(self._lock, deadline):
             self.check(name)
             del self._loaded[name]
-            await self._on_all("lora_keep", self._keep(), deadline)
+            await self._on_all(self._keep(), deadline)
 
     def _check_name(self, name: Any) -> None:
         if not self._info.max_lora_rank:
@@ -272,8 +281,11 @@ class PoolAdapters(DriverListener):
         cargo = await in_thread(load_cargo, given, found, self._info, model, request.check_finite)
         self._serial += 1
         serial = self._serial
-        calls = [("lora_part", Raw(part)) for part in await in_thread(cargo.encoded, serial)]
-        calls.append(("lora_prepare", Raw(encode(LoraPrepare(serial, *found)))))
+        calls = [
+            _Order("lora_part", Raw(encode(LoraPart(serial, tensors))), [data])
+            for tensors, data in cargo.parts
+        ]
+        calls.append(_Order("lora_prepare", Raw(encode(LoraPrepare(serial, *found)))))
         prepare_at = time.perf_counter()
         try:
             await self._prepare_everywhere(calls, deadline)
@@ -292,10 +304,10 @@ class PoolAdapters(DriverListener):
             bytes=cargo.size,
         )
         commit = LoraCommit(serial, name, version, request.inflight)
-        calls.append(("lora_commit", Raw(encode(commit))))
+        calls.append(_Order("lora_commit", Raw(encode(commit))))
         self._loaded[name] = _Loaded(info, serial, calls)
         self._versions[name] = version
-        pauses = await self._on_all(*calls[-1], deadline)
+        pauses = await self._on_all(calls[-1], deadline)
         ended = time.perf_counter()
         return UpdateReport(
             version=version,
@@ -322,14 +334,12 @@ class PoolAdapters(DriverListener):
             # For example a quantized model. The workers check the shapes too.
             return None
 
-    async def _prepare_everywhere(self, calls: list[tuple[str, Raw]], deadline: Deadline) -> None:
+    async def _prepare_everywhere(self, calls: list[_Order], deadline: Deadline) -> None:
         self._prepared = set()
         while missing := [w for w in self._driver.ready if w not in self._prepared]:
             # ``on_lost`` removes a worker that is lost from now on.
             self._prepared.update(missing)
-            made = [
-                self._call(*call, worker, deadline.left) for worker in missing for call in calls
-            ]
+            made = [self._call(call, worker, deadline.left) for worker in missing for call in calls]
             for answer in await self._submit(made):
                 if isinstance(answer, BaseException) and not isinstance(answer, WorkerLost):
                     raise answer
@@ -339,28 +349,32 @@ class PoolAdapters(DriverListener):
     def _give_up(self) -> None:
         """Let all workers forget the adapter that was not committed."""
         for worker in self._driver.ready:
-            self._tell([("lora_keep", self._keep())], worker)
+            self._tell([self._keep()], worker)
 
-    def _keep(self) -> Raw:
-        return Raw(encode(LoraKeep([one.serial for one in self._loaded.values()])))
+    def _keep(self) -> _Order:
+        keep = LoraKeep([one.serial for one in self._loaded.values()])
+        return _Order("lora_keep", Raw(encode(keep)))
 
     # --- calls of workers -------------------------------------------------------------------------
 
-    def _call(self, name: str, args: Raw, worker: int, seconds: float | None) -> Call:
-        return urgent_call(_SPECS[name], args, worker, self._driver.loop.create_future(), seconds)
+    def _call(self, order: _Order, worker: int, seconds: float | None) -> Call:
+        future = self._driver.loop.create_future()
+        return urgent_call(
+            _SPECS[order.name], order.args, worker, future, seconds, frames=order.frames
+        )
 
     async def _submit(self, calls: list[Call]) -> list[Any]:
         futures = [call.reply.future for call in calls]
         return await submit_all(self._driver, calls, futures, return_exceptions=True)
 
-    async def _on_all(self, name: str, args: Raw, deadline: Deadline) -> dict[int, Any]:
+    async def _on_all(self, order: _Order, deadline: Deadline) -> dict[int, Any]:
         """Call an endpoint of all workers that serve. Kill a worker that fails or is late.
 
         Returns:
             The answers by worker.
         """
         left = max(_COMMIT_SECONDS, deadline.left)
-        calls = [self._call(name, args, worker, left) for worker in self._driver.ready]
+        calls = [self._call(order, worker, left) for worker in self._driver.ready]
         found = {}
         for call, answer in zip(calls, await self._submit(calls), strict=True):
             assert call.pinned is not None
@@ -370,11 +384,11 @@ class PoolAdapters(DriverListener):
                 self._expel(call.pinned, f"its adapters could not be changed: {answer}")
         return found
 
-    def _tell(self, calls: Iterable[tuple[str, Raw]], worker: int) -> None:
+    def _tell(self, orders: Iterable[_Order], worker: int) -> None:
         """Call endpoints of a worker without waiting. Kill the worker if it fails."""
         with contextlib.suppress(Closed, WorkerLost):
-            for name, args in calls:
-                call = self._call(name, args, worker, None)
+            for order in orders:
+                call = self._call(order, worker, None)
                 call.reply.future.add_done_callback(partial(self._told, worker))
                 self._driver.submit(call)
 
@@ -389,7 +403,7 @@ class PoolAdapters(DriverListener):
     def before_serving(self, worker: int) -> None:
         if self._versions:
             # A worker that was away may have adapters that were unloaded or replaced meanwhile.
-            self._tell([("lora_keep", self._keep())], worker)
+            self._tell([self._keep()], worker)
             for one in self._loaded.values():
                 self._tell(one.calls, worker)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -197,18 +198,25 @@ def _control(
 
 
 def urgent_call(
-    spec: EndpointSpec, body: Raw, worker: int, future: asyncio.Future[Any], timeout: float | None
+    spec: EndpointSpec,
+    body: Raw,
+    worker: int,
+    future: asyncio.Future[Any],
+    timeout: float | None,
+    frames: Sequence[memoryview] = (),
 ) -> Call:
     """Make an urgent call to one worker. It may concern the calls that the worker holds.
 
     Args:
         body: the encoded arguments.
+        frames: the raw frames of the call.
     """
     return Call(
         spec.name,
         body,
         UnaryReply(future, spec.result),
-        deadline=deadline_from(timeout),
+        frames,
+        deadline_from(timeout),
         priority=_FIRST,
         pinned=worker,
         idempotent=spec.idempotent,

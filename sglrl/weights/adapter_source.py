@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -12,8 +11,7 @@ import torch
 
 from ..core.adapters import check_adapter, leaf_of, own_name
 from ..errors import InvalidAdapter
-from ..wire.codec import encode
-from ..wire.engine import EngineInfo, LoraPart, TensorValue
+from ..wire.engine import EngineInfo
 from ..wire.weights import ModelDescription, TensorSpec
 from .adapter_config import AdapterConfig, checked_config, saved_config, weights_file
 from .finite import FiniteCheck
@@ -72,18 +70,14 @@ class AdapterCargo(NamedTuple):
     """The tensors of a checked adapter in the form in which they are sent.
 
     Attributes:
-        parts: arguments of ``lora_part``, without the serial number of the upload.
+        parts: the tensors of each message, and their data, one after the other.
         modules: the last parts of the names of the modules that it changes.
         size: of the tensors, in bytes.
     """
 
-    parts: list[list[TensorValue]]
+    parts: list[tuple[list[TensorSpec], memoryview]]
     modules: tuple[str, ...]
     size: int
-
-    def encoded(self, serial: int) -> list[bytes]:
-        """Return the arguments of the calls ``lora_part`` of one upload."""
-        return [encode(LoraPart(serial, part)) for part in self.parts]
 
 
 def load_cargo(
@@ -115,18 +109,20 @@ def load_cargo(
         check = FiniteCheck()
         check.add((name, tensor, dtype) for name, tensor in tensors.items())
         check.finish()
-    parts: list[list[TensorValue]] = [[]]
-    size = total = 0
-    buffers = _buffers([*tensors.values()], dtype)
-    for (name, tensor), data in zip(tensors.items(), buffers, strict=True):
-        if size and size + len(data) > _PART_BYTES:
-            parts.append([])
-            size = 0
-        parts[-1].append(TensorValue(name, info.dtype, tuple(tensor.shape), data))
-        size += len(data)
-        total += len(data)
+    data = _data([*tensors.values()], dtype)
+    parts: list[tuple[list[TensorSpec], memoryview]] = []
+    part: list[TensorSpec] = []
+    begin = end = 0
+    for name, tensor in tensors.items():
+        size = tensor.numel() * dtype.itemsize
+        if part and end + size - begin > _PART_BYTES:
+            parts.append((part, data[begin:end]))
+            part, begin = [], end
+        part.append(TensorSpec(name, info.dtype, tuple(tensor.shape)))
+        end += size
+    parts.append((part, data[begin:end]))
     modules = sorted({leaf_of(name) for name in tensors})
-    return AdapterCargo(parts, tuple(modules), total)
+    return AdapterCargo(parts, tuple(modules), len(data))
 
 
 def _read(file: Path) -> list[tuple[str, torch.Tensor]]:
@@ -139,13 +135,11 @@ def _read(file: Path) -> list[tuple[str, torch.Tensor]]:
         raise InvalidAdapter(f"{file} cannot be read: {error}") from None
 
 
-def _buffers(tensors: list[torch.Tensor], dtype: torch.dtype) -> list[Any]:
-    """Return the bytes of tensors, as buffers. They leave a GPU in one transfer."""
+def _data(tensors: list[torch.Tensor], dtype: torch.dtype) -> memoryview:
+    """Return a copy of the tensors' bytes. They leave a GPU in one transfer."""
     full = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
     device = full[0].device
     flat = torch.cat([tensor.to(device, dtype).flatten() for tensor in full])
     if flat.is_cuda:
         flat = torch.empty(flat.shape, dtype=dtype, pin_memory=True).copy_(flat)
-    memory = memoryview(flat.view(torch.uint8).numpy())
-    ends = list(accumulate(tensor.numel() * dtype.itemsize for tensor in full))
-    return [memory[begin:end] for begin, end in pairwise([0, *ends])]
+    return memoryview(flat.view(torch.uint8).numpy())

@@ -4,6 +4,7 @@ One module holds one protocol, with a union of structs for each direction:
 
 * ``calls``: the driver and a worker;
 * ``engine``: arguments and results of the endpoints of an engine worker;
+* ``adapters``: arguments of those that concern LoRA adapters;
 * ``weights``: the driver, every rank of every worker, and a sender in another process;
 * ``remote``: the driver and a client in another process;
 * ``processes``: the driver and its fork server;

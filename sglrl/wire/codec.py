@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from inspect import Parameter, Signature
-from typing import Any, Final, Protocol, get_args, get_origin
+from typing import Any, Final, Protocol, TypeVar, get_args, get_origin
 
 import msgspec
 import msgspec.inspect
@@ -93,9 +93,12 @@ decode_to_node: Final[Callable[[Buffer], ToNode]] = _decoder(ToNode, "for a node
 decode_from_node: Final[Callable[[Buffer], FromNode]] = _decoder(FromNode, "from a node")
 
 
+_Frame = TypeVar("_Frame", bound=Buffer)
+
+
 def split_frames(
-    parts: Sequence[CallMessage] | Sequence[Item], frames: list[Buffer]
-) -> list[list[Buffer]]:
+    parts: Sequence[CallMessage] | Sequence[Item], frames: list[_Frame]
+) -> list[list[_Frame]]:
     """Return the raw frames of each part. Raw frames follow the first frame of a message.
 
     Raises:

@@ -233,7 +233,7 @@ class WeightNames(msgspec.Struct, array_like=True, frozen=True):
 class TensorValue(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """A tensor, contiguous.
 
-    name: in the checkpoint, or, of an adapter, in PEFT's file.
+    name: in the checkpoint.
     dtype: as torch prints it, without "torch.".
     data: a bytearray when it is received, because a tensor needs memory that it may write to.
     """
@@ -242,48 +242,6 @@ class TensorValue(msgspec.Struct, array_like=True, gc=False, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     data: bytearray
-
-
-class LoraPart(msgspec.Struct, array_like=True, frozen=True):
-    """Arguments of ``lora_part``: some tensors of the adapter that upload ``serial`` brings."""
-
-    serial: int
-    tensors: list[TensorValue]
-
-
-class LoraPrepare(msgspec.Struct, array_like=True, frozen=True):
-    """Arguments of ``lora_prepare``: all tensors have arrived. Check them, and prepare the adapter.
-
-    rank: of the adapter.
-    scaling: the factor of its update of a module.
-    """
-
-    serial: int
-    rank: int
-    scaling: float
-
-
-class LoraCommit(msgspec.Struct, array_like=True, frozen=True):
-    """Arguments of ``lora_commit``: make a prepared adapter live, in place of its older version.
-
-    Answered with the milliseconds in which no step could run. Without effect if it is live.
-
-    inflight: "continue", "retract" or "abort"; see ``Client.update_weights``.
-    """
-
-    serial: int
-    name: str
-    version: int
-    inflight: str = "continue"
-
-
-class LoraKeep(msgspec.Struct, array_like=True, frozen=True):
-    """Arguments of ``lora_keep``: drop all adapters and uploads but those of ``serials``.
-
-    Requests that use a dropped adapter end with ``UnknownAdapter``.
-    """
-
-    serials: list[int]
 
 
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):

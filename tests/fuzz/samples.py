@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from sglrl.transport.shared_rows import RowsWriter
+from sglrl.wire.adapters import LoraCommit, LoraKeep, LoraPart, LoraPrepare
 from sglrl.wire.calls import (
     PROTOCOL_VERSION,
     CallMessage,
@@ -31,15 +32,10 @@ from sglrl.wire.codec import Result, encode
 from sglrl.wire.engine import (
     EngineInfo,
     GenerateArgs,
-    LoraCommit,
-    LoraKeep,
-    LoraPart,
-    LoraPrepare,
     NextTokenArgs,
     RoutedShape,
     Sampling,
     ScoreArgs,
-    TensorValue,
     TokenChunk,
 )
 from sglrl.wire.remote import BytesRead, FromClient, Hello, Leave, Request, Requests
@@ -199,7 +195,7 @@ def from_rank() -> list[list[bytes]]:
     return _encoded(messages, FromRank)
 
 
-LORA_TENSOR = TensorValue("base_model.model.q_proj.lora_A.weight", "float32", (1, 2), b"\0" * 8)
+LORA_TENSOR = TensorSpec("base_model.model.q_proj.lora_A.weight", "float32", (1, 2))
 
 
 def to_worker() -> list[list[bytes]]:
@@ -223,13 +219,13 @@ def to_worker() -> list[list[bytes]]:
         (
             Submit(
                 [
-                    CallMessage(13, "lora_part", raw(LoraPart(1, [LORA_TENSOR]))),
+                    CallMessage(13, "lora_part", raw(LoraPart(1, [LORA_TENSOR])), 1),
                     CallMessage(14, "lora_prepare", raw(LoraPrepare(1, 2, 0.5))),
                     CallMessage(15, "lora_commit", raw(LoraCommit(1, "a", 0))),
                     CallMessage(16, "lora_keep", raw(LoraKeep([1, 2]))),
                 ]
             ),
-            [],
+            [b"\0" * 8],
         ),
         (Submit([CallMessage(5, "stats", raw([])), CallMessage(6, "flush_cache", raw([]))]), []),
         (Submit([CallMessage(7, "echo", raw([msgspec.Raw(body)]), 1)]), frames),

@@ -43,16 +43,13 @@ import numpy as np
 from sglrl.errors import InvalidAdapter, InvalidRequest, UnknownAdapter
 from sglrl.inference.logit_processors import check_declared
 from sglrl.inference.routed_experts import NO_EXPERTS, check_begin
+from sglrl.wire.adapters import LoraCommit, LoraKeep, LoraPart, LoraPrepare
 from sglrl.wire.calls import ItemKind
 from sglrl.wire.engine import (
     SLEEP_TAGS,
     EngineInfo,
     EngineStats,
     GenerateArgs,
-    LoraCommit,
-    LoraKeep,
-    LoraPart,
-    LoraPrepare,
     NextTokenArgs,
     ProfileArgs,
     RoutedShape,

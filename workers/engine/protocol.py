@@ -10,15 +10,12 @@ from collections.abc import Collection
 from typing import Any, Protocol
 
 from sglrl.errors import InvalidRequest
+from sglrl.wire.adapters import LoraCommit, LoraKeep, LoraPart, LoraPrepare
 from sglrl.wire.engine import (
     SLEEP_TAGS,
     EngineInfo,
     EngineStats,
     GenerateArgs,
-    LoraCommit,
-    LoraKeep,
-    LoraPart,
-    LoraPrepare,
     NextTokenArgs,
     ProfileArgs,
     ScoreArgs,

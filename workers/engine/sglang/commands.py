@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass
 
-from sglrl.wire.engine import TensorValue
+from sglrl.wire.adapters import LoraPart
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class PrepareAdapter:
     serial: int
     rank: int
     scaling: float
-    tensors: list[TensorValue]
+    parts: list[LoraPart]
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from math import prod
 from typing import Any
 
 import torch
+from sglang.srt.layers.utils import get_layer_id
 from sglang.srt.lora.layers import FusedMoEWithLoRA
 from sglang.srt.lora.lora import LoRAAdapter
 from sglang.srt.lora.lora_config import LoRAConfig
@@ -23,7 +25,6 @@ from sglang.srt.lora.utils import get_stacked_multiply
 
 from sglrl.core.adapters import STACKED, parent_of, siblings
 from sglrl.errors import EngineError, InvalidAdapter
-from sglrl.wire.engine import TensorValue
 
 from .commands import AdapterCommand, CommitAdapter, DropAdapters, PrepareAdapter
 from .patch import Setup
@@ -184,19 +185,43 @@ class Adapters:
             raise InvalidAdapter(
                 f"the adapter has rank {command.rank}; at most {self.max_rank} (max_lora_rank)"
             )
-        given = {sent.name: _tensor(sent).to(manager.dtype) for sent in command.tensors}
-        adapter = self._adapter(command, self._completed(given))
-        self._check(adapter)
         if manager.device.type != "cuda":
-            made.adapter = made.staged = adapter
+            made.adapter = made.staged = self._checked(command)
             return
-        pinned = _packed(adapter)
         with torch.cuda.stream(torch.cuda.Stream(manager.device)):
-            staged = pinned.to(manager.device, non_blocking=True)
-            torch.cuda.current_stream(manager.device).synchronize()
-        made.adapter, made.staged = adapter, self._adapter(command, {})
-        _unpack(pinned, adapter, adapter)
-        _unpack(staged, adapter, made.staged)
+            made.staged = self._checked(command)
+            packed = _packed(made.staged)
+            host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True).copy_(packed)
+        made.adapter = self._adapter(command, {})
+        _unpack(host, made.staged, made.adapter)
+
+    def _checked(self, command: PrepareAdapter) -> Any:
+        """Return SGLang's adapter with its tensors on the device of the pool.
+
+        Raises:
+            InvalidAdapter: a tensor does not fit its module.
+        """
+        adapter = self._adapter(command, self._completed(self._given(command)))
+        self._check(adapter)
+        return adapter
+
+    def _given(self, command: PrepareAdapter) -> dict[str, torch.Tensor]:
+        """Return the tensors by name, in new memory on the device of the pool."""
+        device = self._manager.device
+        size = sum(len(part.data) for part in command.parts)
+        flat = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        memory, end = memoryview(flat.numpy()), 0
+        for part in command.parts:
+            begin, end = end, end + len(part.data)
+            memory[begin:end] = part.data
+        flat = flat.to(device, non_blocking=True)
+        found, end = {}, 0
+        for spec in (spec for part in command.parts for spec in part.tensors):
+            dtype = getattr(torch, spec.dtype)
+            begin, end = end, end + prod(spec.shape) * dtype.itemsize
+            tensor = flat[begin:end].view(dtype).view(spec.shape)
+            found[spec.name] = tensor.to(self._manager.dtype)
+        return found
 
     def _adapter(self, command: PrepareAdapter, tensors: Mapping[str, torch.Tensor]) -> Any:
         manager = self._manager
@@ -216,7 +241,10 @@ class Adapters:
             manager.lora_backend,
             base_model=manager.base_model,
         )
-        adapter.initialize_weights_from_tensors(tensors)
+        # ``initialize_weights_from_tensors`` would move the tensors to the memory of the host.
+        for name, tensor in tensors.items():
+            adapter.layers[get_layer_id(name)].weights[name] = tensor
+        adapter._normalize_weights()
         return adapter
 
     def _completed(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -242,7 +270,7 @@ class Adapters:
             for (leaf, other), size in zip(stack.items(), sizes, strict=True):
                 shape = tuple(tensor.shape) if is_a else (size, tensor.shape[1])
                 if other not in given:
-                    found[other] = torch.zeros(shape, dtype=tensor.dtype)
+                    found[other] = tensor.new_zeros(shape)
                 elif tuple(given[other].shape) != shape:
                     raise InvalidAdapter(
                         f"{other} has the shape {list(given[other].shape)}, and {leaf} needs "
@@ -286,12 +314,10 @@ def _output_sizes(layer: Any, stacked: int) -> list[int]:
 
 
 def _packed(adapter: Any) -> torch.Tensor:
-    """Return the tensors of an adapter, one after the other, in pinned memory."""
-    tensors = [tensor for layer in adapter.layers for tensor in layer.weights.values()]
-    flat = torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype, pin_memory=True)
-    for place, tensor in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True):
-        place.view(tensor.shape).copy_(tensor)
-    return flat
+    """Return the tensors of an adapter, one after the other."""
+    return torch.cat(
+        [tensor.flatten() for layer in adapter.layers for tensor in layer.weights.values()]
+    )
 
 
 def _unpack(flat: torch.Tensor, like: Any, adapter: Any) -> None:
@@ -303,8 +329,3 @@ def _unpack(flat: torch.Tensor, like: Any, adapter: Any) -> None:
             weights[name] = flat[begin : begin + tensor.numel()].view(tensor.shape)
             begin += tensor.numel()
         there.weights = weights
-
-
-def _tensor(sent: TensorValue) -> torch.Tensor:
-    flat = torch.frombuffer(sent.data, dtype=getattr(torch, sent.dtype))
-    return flat.view(sent.shape)

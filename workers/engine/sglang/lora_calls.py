@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.io_struct import AbortReq
 
 from sglrl.errors import InvalidRequest, SglrlError, UnknownAdapter
-from sglrl.wire.engine import LoraCommit, LoraKeep, LoraPart, LoraPrepare, TensorValue
+from sglrl.wire.adapters import LoraCommit, LoraKeep, LoraPart, LoraPrepare
 
 from . import convert
 from .aborts import Aborts
@@ -48,7 +48,7 @@ class LoraCalls:
         self._adapters: Adapters | None = None
         """None: the engine takes no adapters."""
         self.live: dict[str, _Live] = {}
-        self._parts: dict[int, list[TensorValue]] = {}
+        self._parts: dict[int, list[LoraPart]] = {}
         self._preparing: set[int] = set()
         self._prepared: deque[tuple[PrepareAdapter, Exception | None]] = deque()
         self._dropping: list[DropAdapters] = []
@@ -98,15 +98,15 @@ class LoraCalls:
         match args:
             case LoraPart(serial=serial):
                 if not self._knows(serial):
-                    self._parts.setdefault(serial, []).extend(args.tensors)
+                    self._parts.setdefault(serial, []).append(args)
                 mailbox.put_value(id_, None)
             case LoraPrepare(serial=serial) if self._knows(serial):
                 mailbox.put_value(id_, None)
             case LoraPrepare(serial=serial):
-                tensors = self._parts.pop(serial, [])
+                parts = self._parts.pop(serial, [])
                 self._preparing.add(serial)
                 self._table.incoming.append(
-                    PrepareAdapter(id_, serial, args.rank, args.scaling, tensors)
+                    PrepareAdapter(id_, serial, args.rank, args.scaling, parts)
                 )
             case LoraCommit():
                 self._commit(id_, args)
