@@ -27,7 +27,10 @@ class Ban(CustomLogitProcessor):  # type: ignore[misc]
     def __call__(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
         rows = [
             torch.where(
-                torch.zeros_like(row).index_fill(0, torch.tensor(own["tokens"]), 1) > 0,
+                torch.zeros_like(row).index_fill(
+                    0, torch.tensor(own["tokens"], device=row.device), 1
+                )
+                > 0,
                 -math.inf,
                 row,
             )

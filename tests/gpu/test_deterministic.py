@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import sgl_kernel
+from engine.reference import Reference
 
 import sglrl
 from sglrl.api.tiny_model import make_model
 
-from .conftest import ARGUMENTS
+from .conftest import ARGUMENTS, TOLERANCE
 
 HAS_FA3 = any(Path(sgl_kernel.__file__).parent.glob("flash_ops*.so"))
 pytestmark = [
@@ -88,3 +89,19 @@ async def test_bits(tmp_path: Path) -> None:
                     os.kill(client.workers[0].pid, signal.SIGKILL)
             assert stream.completion.resumed == 1
             same(stream.completion, firsts[kind])
+
+
+async def test_rl_on_policy_target(gpu_model: Path) -> None:
+    """Seeds repeat their tokens, and logprobs equal those of transformers."""
+    reference = Reference(gpu_model)
+    arguments = ARGUMENTS | {"attention_backend": "fa3", "rl_on_policy_target": "fsdp"}
+    prompt, wanted = PROMPT[:40], {**COMMON, "max_new_tokens": 60, "seed": 3}
+    prompt = [token % 500 for token in prompt]
+    async with sglrl.launch(gpu_model, device="cuda", **arguments) as client:
+        first = await client.generate(input_ids=prompt, **wanted)
+        rest = asyncio.ensure_future(client.generate(input_ids=[[5, 6, 7]] * 7, **COMMON))
+        same(await client.generate(input_ids=prompt, **wanted), first)
+        await rest
+    np.testing.assert_allclose(
+        first.logprobs, reference.logprobs_of(prompt, first.output_ids), atol=TOLERANCE
+    )

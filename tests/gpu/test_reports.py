@@ -1,7 +1,8 @@
-"""What requests on a GPU report about their tokens: routed experts, hidden states and masks."""
+"""What requests on a GPU report about their tokens, and logit processors."""
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -97,3 +98,34 @@ async def test_hidden_states_and_masks(gpu_model: Path) -> None:
             inside = row[ids_of_row]
             assert abs(inside.sum() - 0.5) < TOLERANCE + inside.max()
             assert np.sort(row)[-len(inside)] - inside.min() < TOLERANCE * inside.min()
+
+
+async def test_logit_processors(gpu_model: Path) -> None:
+    """Two processors and a plain request share batches."""
+    reference = Reference(gpu_model)
+    shift, ban = (f"engine.processors:{name}" for name in ("Shift", "Ban"))
+    banned = list(range(0, 512, 2))
+    wanted: dict[str, Any] = {"max_new_tokens": 40, "ignore_eos": True, "logprobs": True}
+    async with sglrl.launch(
+        gpu_model, device="cuda", logit_processors=[shift, ban], **ARGUMENTS
+    ) as client:
+        calls = [
+            client.generate(input_ids=PROMPTS[1], **wanted, **params)
+            for params in (
+                {},
+                {"logit_processor": shift, "custom_params": {"bias": 9.5}},
+                {"logit_processor": ban, "custom_params": {"tokens": banned, "every": 3}},
+            )
+        ]
+        plain, shifted, without = await asyncio.gather(*calls)
+    for one in (plain, shifted, without):
+        ids = [*PROMPTS[1], *one.output_ids.tolist()]
+        rows = reference.logits(ids)[len(PROMPTS[1]) - 1 : -1].numpy()
+        for at, row in enumerate(rows):
+            if one is shifted:
+                row[(7 * ids[len(PROMPTS[1]) + at - 1] + at) % len(row)] += 9.5
+            if one is without and at % 3 == 0:
+                row[banned] = -np.inf
+        expected = rows[range(40), one.output_ids] - np.logaddexp.reduce(rows, axis=1)
+        np.testing.assert_allclose(one.logprobs, expected, atol=TOLERANCE)
+    assert (without.output_ids[::3] % 2 == 1).all()
