@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import resource
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -224,7 +225,28 @@ def shows_progress(value: bool | None, *, default: bool) -> bool:
     """
     if value is None:
         return default and os.environ.get("SGLRL_PROGRESS") != "0"
-    return bool(value)
+    return flag("progress", value)
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return an argument that is True or False.
+
+    Raises:
+        UsageError: it is neither.
+    """
+    if not isinstance(value, bool):
+        raise UsageError(f"{name} must be True or False, got {value!r:.200}")
+    return value
+
+
+def check_weight_device(device: Any) -> None:
+    """Check the device from which weights are to be sent. torch need not be installed.
+
+    Raises:
+        UsageError: it is neither the CPU nor a GPU.
+    """
+    if device is not None and not re.fullmatch(r"(cpu|cuda)(:\d+)?", str(device)):
+        raise UsageError(f"weight_device must be 'cpu', 'cuda' or 'cuda:N', got {device!r:.200}")
 
 
 def torchrl_environment() -> dict[str, str]:

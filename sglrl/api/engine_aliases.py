@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from typing import Any, Final
 
+from ..config import flag
 from ..errors import UsageError
 
 ALIASES: Final = {
@@ -66,9 +67,7 @@ def without_aliases(args: Mapping[str, Any], known: Set[str]) -> dict[str, Any]:
         field = name
         if name not in known:
             if name in FLAGS and FLAGS[name][0] in known:
-                if not isinstance(value, bool):
-                    raise UsageError(f"{name} must be True or False, got {value!r}")
-                if not value:
+                if not flag(name, value):
                     continue
                 field, value = FLAGS[name]
             elif ALIASES.get(name) in known:

@@ -129,8 +129,10 @@ def _field(item: ast.AnnAssign, named: Mapping[str, Any]) -> EngineField:
     known = tuple(found) if isinstance(found, (list, tuple, set)) else ()
     name = ast.unparse(kind)
     try:
-        # A parser of the command line may accept other values than those of the type.
-        type_ = Any if "type_parser" in options else eval(name, {"__builtins__": {}}, _TYPES)
+        # Most parsers of the command line may return other values than those of the type.
+        parser = ast.unparse(options["type_parser"]) if "type_parser" in options else None
+        known_type = parser in (None, "human_readable_int")
+        type_ = eval(name, {"__builtins__": {}}, _TYPES) if known_type else Any
     except NameError:
         type_ = Any
     if name.startswith("Optional["):

@@ -413,7 +413,7 @@ def sending_device(wanted: str | torch.device | None, tensors: Named, backend: s
     if wanted is not None:
         try:
             device = torch.device(wanted)
-        except RuntimeError:
+        except (RuntimeError, TypeError):
             raise UsageError(f"device={wanted!r} is not a device that torch knows") from None
     elif backend == "cpu":
         device = torch.device("cpu")

@@ -127,6 +127,26 @@ def test_a_value_of_another_type(name: str, value: Any) -> None:
         sglrl.launch("tiny", engine="fake", **{name: value})
 
 
+@pytest.mark.parametrize("value", ["yes", 1, [True]], ids=str)
+@pytest.mark.parametrize("name", ["insecure", "progress"])
+def test_a_flag_of_another_type(name: str, value: Any) -> None:
+    with pytest.raises(sglrl.UsageError, match=f"^{name} must be True or False, got "):
+        sglrl.launch("tiny", engine="fake", **{name: value})
+
+
+@pytest.mark.parametrize("device", ["gpu", "cuda:", 1.5, ["cpu"]], ids=str)
+def test_a_weight_device_that_does_not_exist(device: Any) -> None:
+    with pytest.raises(sglrl.UsageError, match="weight_device must be "):
+        sglrl.launch("tiny", engine="fake", weight_device=device)
+
+
+@pytest.mark.parametrize("value", ["many", "1k", 2.5, [7]], ids=str)
+@pytest.mark.parametrize("name", ["max_total_tokens", "max_prefill_tokens", "context_length"])
+def test_a_number_that_the_command_line_parses(model: Path, name: str, value: Any) -> None:
+    with pytest.raises(sglrl.UsageError, match=f"^{name} must be "):
+        sglrl.launch(model, device="cpu", **{name: value})
+
+
 @pytest.mark.parametrize("engine", ["fake", "sglang"])
 def test_the_tiny_model_without_torch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
