@@ -245,7 +245,10 @@ async def _loads(
                 run, load["model"] = _run_load, "bench"
             await _run_load(**load | {"model": "bench"}, requests=in_flight)
             requests = max(32, min(4 * in_flight, case.requests))
-            rows[api][str(in_flight)] = await run(**load, requests=requests)
+            found = await run(**load, requests=requests)
+            rows[api][str(in_flight)] = found
+            speed, first = found["tokens"] / found["seconds"], found["first_p50"] * 1e3
+            note(f"  {speed:,.0f} tokens/s, first token after {first:,.1f} ms")
     return rows
 
 
