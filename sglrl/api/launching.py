@@ -18,7 +18,6 @@ from ..config import (
     check_restarts,
     check_timeout,
     check_weight_device,
-    flag,
     path_of,
     positive,
     shows_progress,
@@ -270,7 +269,7 @@ def launch(
         engine_args.setdefault("vocab_size", 1 << 17)
     check_restarts(restarts, restart_period)
     worker_env = check_env(env)
-    check_address(address, keys=keys is not None, insecure=flag("insecure", insecure))
+    check_address(address, keys=keys is not None, insecure=insecure)
     check_weight_device(weight_device)
     if keys is not None:
         read_driver_keys(keys)

@@ -6,6 +6,7 @@ import contextlib
 import socket as sockets
 from ipaddress import ip_address
 
+from ..config import flag
 from ..errors import UsageError
 
 _ALL_INTERFACES = ("0.0.0.0", "::")
@@ -18,6 +19,7 @@ def check_address(address: str, *, keys: bool = False, insecure: bool = False) -
         keys: keys are given.
         insecure: keys are not required.
     """
+    flag("insecure", insecure)
     if not isinstance(address, str):
         raise UsageError(f"address must be a text such as tcp://127.0.0.1:*, got {address!r:.80}")
     if address == "ipc" or address.startswith("ipc://"):

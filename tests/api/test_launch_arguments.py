@@ -134,6 +134,11 @@ def test_a_flag_of_another_type(name: str, value: Any) -> None:
         sglrl.launch("tiny", engine="fake", **{name: value})
 
 
+def test_a_client_checks_insecure() -> None:
+    with pytest.raises(sglrl.UsageError, match="insecure must be True or False"):
+        sglrl.connect("tcp://127.0.0.1:1#token", insecure="yes")  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("device", ["gpu", "cuda:", 1.5, ["cpu"]], ids=str)
 def test_a_weight_device_that_does_not_exist(device: Any) -> None:
     with pytest.raises(sglrl.UsageError, match="weight_device must be "):
