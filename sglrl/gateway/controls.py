@@ -24,8 +24,12 @@ from .openapi import ApiRoute
 from .sglang_generate import sglang_error
 from .trained_weights import BODIES, TrainedWeights, update_error
 
-PauseMode = Literal["abort", "retract", "in_place"]
-_VLLM_MODES: Final[dict[str, PauseMode]] = {"abort": "abort", "keep": "in_place"}
+PauseMode = Literal["abort", "retract", "in_place", "drain"]
+_VLLM_MODES: Final[dict[str, PauseMode]] = {"abort": "abort", "keep": "retract", "wait": "drain"}
+_PAUSE_QUERY: Final = {"mode": list(_VLLM_MODES), "clear_cache": ["true", "false"]}
+_SECONDS: Final = 60.0
+_DRAIN_SECONDS: Final = 3600.0
+"""Time limits of a pause, and of one that waits for running requests."""
 _UNSUPPORTED: Final = {
     "/update_weights_from_tensor": "its body is a pickle; the trainer calls Client.update_weights",
     "/update_weights_from_ipc": "the trainer calls Client.update_weights",
@@ -39,7 +43,7 @@ OF_ONE_PROCESS: Final = frozenset(
 
 
 class _Pause(msgspec.Struct, frozen=True):
-    mode: PauseMode = "abort"
+    mode: Literal["abort", "retract", "in_place"] = "abort"
 
 
 class _Memory(msgspec.Struct, frozen=True):
@@ -95,7 +99,6 @@ class ControlEndpoints:
                 for path, handler in self._weights.handlers().items()
             ],
         ]
-        modes = {"mode": list(_VLLM_MODES)}
         return [
             *[route(path, read(answer), ["GET"], sglang_error) for path, answer in reads],
             route("/get_world_size", read(self._world_size), ["GET"]),
@@ -103,7 +106,7 @@ class ControlEndpoints:
                 route(path, change(handler), ["POST"], error, body=body)
                 for path, handler, error, body in changes
             ],
-            route("/pause", change(self._pause), ["POST"], query=modes),
+            route("/pause", change(self._pause), ["POST"], query=_PAUSE_QUERY),
         ]
 
     def _with_body(
@@ -196,10 +199,15 @@ class ControlEndpoints:
         return {"status": "ok", "message": "generation continues"}
 
     async def _pause(self, request: Request) -> dict[str, str]:
-        mode = request.query_params.get("mode", "abort")
-        if mode not in _VLLM_MODES:
-            raise InvalidRequest(f"mode must be 'abort' or 'keep', got {mode!r:.200}")
-        await self._paused(_VLLM_MODES[mode])
+        given = {"mode": "abort", "clear_cache": "true", **request.query_params}
+        for name, values in _PAUSE_QUERY.items():
+            if given[name] not in values:
+                raise InvalidRequest(f"{name} must be one of {values}, got {given[name]!r:.200}")
+        mode = _VLLM_MODES[given["mode"]]
+        # After "abort" and "wait" no request has KV cache that could be cleared.
+        if mode == "retract" and given["clear_cache"] == "false":
+            mode = "in_place"
+        await self._paused(mode)
         return {"status": "paused"}
 
     async def _resume(self, request: Request) -> dict[str, str]:
@@ -207,7 +215,8 @@ class ControlEndpoints:
         return {"status": "resumed"}
 
     async def _paused(self, mode: PauseMode) -> None:
-        await self._client.pause(mode)
+        seconds = _DRAIN_SECONDS if mode == "drain" else _SECONDS
+        await self._client.pause(mode, timeout=seconds)
         self._weights.paused()
 
     async def _resumed(self) -> None:

@@ -64,7 +64,7 @@ class ControlMethods(ClientBase):
 
     async def pause(
         self,
-        mode: Literal["in_place", "retract", "abort"] = "in_place",
+        mode: Literal["in_place", "retract", "abort", "drain"] = "in_place",
         *,
         timeout: float | None = 60.0,
     ) -> None:
@@ -81,10 +81,14 @@ class ControlMethods(ClientBase):
                 "retract": they free their KV cache, and it is recomputed after ``resume``.
                 "abort": they return their tokens so far, with finish_reason "abort". Other calls
                 are recomputed after ``resume``.
-            timeout: seconds that an engine may take.
+                "drain": the engines finish them first, and all other calls that they have received.
+                Calls of a worker that is lost meanwhile continue after ``resume``. In an engine
+                that is paused, nothing finishes: it stays paused as it is.
+            timeout: seconds that an engine may take, with "drain" until its calls have finished.
 
         Raises:
             DeadlineExceeded: an engine was not paused in time. Call ``resume``, or pause again.
+                After "drain", engines go on to finish their calls, and pause then.
         """
         self._running(urgent=True)
         await self._pausing.pause(mode, self._timeout if timeout is None else timeout)

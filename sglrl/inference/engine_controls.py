@@ -23,6 +23,7 @@ from ..errors import Closed, UsageError, WorkerLost
 from ..wire.codec import encode
 from ..wire.engine import EngineStats, TensorValue, TokenChunk
 
+_MODES: Final = ("in_place", "retract", "abort", "drain")
 _FIRST: Final = 1 << 62
 """Priority of control calls, which are sent to a worker before all other calls."""
 
@@ -117,8 +118,8 @@ class PoolPausing(DriverListener):
         self._pool.driver.add_listener(self)
 
     async def pause(self, mode: str, timeout: float | None) -> None:
-        if mode not in ("in_place", "retract", "abort"):
-            raise UsageError(f"mode must be 'in_place', 'retract' or 'abort', got {mode!r}")
+        if mode not in _MODES:
+            raise UsageError(f"mode must be one of {_MODES}, got {mode!r:.200}")
         check_timeout(timeout)
         self._paused = True
         await ask_all(self._pool.driver, _PAUSING["pause"], (mode,), timeout=timeout)

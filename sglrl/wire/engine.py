@@ -190,7 +190,7 @@ class NextTokenArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class PauseArgs(msgspec.Struct, array_like=True, frozen=True):
-    """Arguments of ``pause``. ``mode``: "in_place", "retract" or "abort"; see ``Client.pause``."""
+    """Arguments of ``pause``. ``mode``: see ``Client.pause``."""
 
     mode: str
 

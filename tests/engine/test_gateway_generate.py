@@ -375,6 +375,25 @@ async def test_an_abort(
     await until_idle(pool)
 
 
+async def test_a_pause_that_waits(http: httpx.AsyncClient, pool: sglrl.Client) -> None:
+    asked = {"text": TEXT, "sampling_params": {"max_new_tokens": 300, "ignore_eos": True}}
+    running = asyncio.ensure_future(http.post("/generate", json=asked))
+    async with asyncio.timeout(60):
+        while not (await pool.stats())[0].engine.running:
+            pass
+    paused = await http.post("/pause?mode=wait&clear_cache=true")
+    later = asyncio.ensure_future(http.post("/generate", json=asked))
+    assert paused.json() == {"status": "paused"}
+    async with asyncio.timeout(60):
+        while not (await pool.stats())[0].engine.waiting:
+            pass
+    assert (await pool.stats())[0].engine.running == 0
+    assert not later.done()
+    assert (await http.post("/resume")).json() == {"status": "resumed"}
+    for answer in (await running, await later):
+        assert answer.json()["meta_info"]["completion_tokens"] == 300
+
+
 async def test_versions(
     http: httpx.AsyncClient, pool: sglrl.Client, policy: Reference, prompt: list[int]
 ) -> None:

@@ -194,6 +194,77 @@ async def test_pausing_with_abort(lab: Lab, before: Any) -> None:
     await lab.check()
 
 
+async def test_pausing_when_what_runs_has_finished(lab: Lab) -> None:
+    client = lab.client
+    calls = begin(client, 6, {**ENDLESS, "max_new_tokens": 300})
+    await until_running(client, 4)
+    pausing = asyncio.ensure_future(client.pause("drain"))
+    await asyncio.sleep(0)
+    later = begin(client, 1, SHORT)
+    scored = asyncio.ensure_future(client.score(PROMPTS[0]))
+    await pausing
+    made = await asyncio.gather(*calls)
+    stats = await standing(client)
+    assert (stats.running, stats.waiting) == (0, 2)
+    assert not any(call.done() for call in [*later, scored])
+    await client.resume()
+    for completion in [*made, *await asyncio.gather(*later)]:
+        assert completion.finish_reason == "length"
+        lab.check_history(completion)
+    assert len(await scored) == len(PROMPTS[0])
+    await lab.check()
+
+
+@pytest.mark.parametrize("instead", ["resume", "in_place", "retract", "abort", "drain"])
+async def test_another_command_while_a_pause_waits(lab: Lab, instead: Any) -> None:
+    client = lab.client
+    count = 300 if instead == "drain" else 1900
+    calls = begin(client, 5, {**ENDLESS, "max_new_tokens": count})
+    await until_running(client, 4)
+    with pytest.raises(sglrl.DeadlineExceeded):
+        await client.pause("drain", timeout=0.01)
+    pausing = asyncio.ensure_future(client.pause("drain"))
+    await asyncio.sleep(0)
+    later = begin(client, 1, SHORT)
+    await asyncio.sleep(0)
+    await (client.resume() if instead == "resume" else client.pause(instead))
+    await pausing
+    if instead == "resume":
+        await until_grown(client)
+    else:
+        stats = await standing(client)
+        assert (stats.running, stats.waiting) == {
+            "in_place": (4, 2),
+            "retract": (0, 6),
+            "abort": (0, 0),
+            # The first pause is given up, and the second one waits for the later call too.
+            "drain": (0, 0),
+        }[instead]
+        await client.resume()
+    await client.abort()
+    made = await asyncio.gather(*calls, *later)
+    ends = {c.finish_reason for c in made[:5]}
+    assert ends == {"length" if instead == "drain" else "abort"}
+    for completion in made:
+        check(lab, completion, again=instead == "retract")
+    await lab.check()
+
+
+@pytest.mark.parametrize("before", ["in_place", "retract"])
+async def test_a_paused_engine_finishes_nothing(lab: Lab, before: Any) -> None:
+    client = lab.client
+    calls = begin(client, 5, ENDLESS)
+    await until_running(client, 4)
+    await client.pause(before)
+    await client.pause("drain")
+    stats = await standing(client)
+    assert (stats.running, stats.waiting) == ((4, 1) if before == "in_place" else (0, 5))
+    await client.resume()
+    await until_running(client, 4)
+    await client.abort()
+    assert {c.finish_reason for c in await asyncio.gather(*calls)} == {"abort"}
+
+
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
 @pytest.mark.parametrize("inflight", ["continue", "retract", "abort"])
 async def test_new_weights_while_it_is_paused(lab: Lab, inflight: str, mode: Any) -> None:

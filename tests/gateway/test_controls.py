@@ -71,6 +71,7 @@ async def test_what_engines_report(client: sglrl.Client, http: httpx.AsyncClient
         ("/pause_generation", {"mode": "in_place"}, "/continue_generation"),
         ("/pause_generation", {"mode": "retract"}, "/continue_generation"),
         ("/pause?mode=keep", None, "/resume"),
+        ("/pause?mode=keep&clear_cache=false", None, "/resume"),
     ],
 )
 async def test_a_pause(
@@ -126,7 +127,8 @@ async def test_what_is_rejected(gateway: Any, http: httpx.AsyncClient) -> None:
     for path, why in (
         ("/update_weights_from_tensor", "its body is a pickle"),
         ("/release_memory_occupation", "the field 'mode' is not supported"),
-        ("/pause?mode=wait", "mode must be 'abort' or 'keep', got 'wait'"),
+        ("/pause?mode=x", "mode must be one of ['abort', 'keep', 'wait'], got 'x'"),
+        ("/pause?clear_cache=x", "clear_cache must be one of ['true', 'false'], got 'x'"),
         ("/pause_generation", "Invalid enum value 'x'"),
     ):
         answer = await http.post(path, json={"mode": "x"})

@@ -281,6 +281,8 @@ class FakeEngine:
 
     def pause(self, id_: int, mode: str) -> None:
         check_mode(mode)
+        if mode == "drain":
+            raise InvalidRequest("engine='fake' does not drain")
         if mode == "abort":
             self.abort_all()
         self._paused = True

@@ -36,7 +36,7 @@ def check_given(token_ids: Collection[int], vocab_size: int) -> None:
         raise InvalidRequest(f"token_ids_logprob is outside the {vocab_size} tokens")
 
 
-PAUSE_MODES = ("in_place", "retract", "abort")
+PAUSE_MODES = ("in_place", "retract", "abort", "drain")
 
 
 def check_mode(mode: str) -> None:

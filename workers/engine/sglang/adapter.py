@@ -75,7 +75,7 @@ class Adapter(RequestTable):
         """The accelerations of SGLang that are on."""
         self.flushes: list[int] = []
         self.aborts = Aborts(self)
-        self.draining = Draining(self, self.aborts, self.slept)
+        self.draining = Draining(self, self.aborts, self.slept, self.paused)
         self.lora = LoraCalls(self, self.aborts)
         self.profiling = inspection.Profiling()
         self.rows: Rows | None = None
@@ -178,10 +178,11 @@ class Adapter(RequestTable):
         check_mode(mode)
         if mode == "abort":
             self.aborts.all("back")
-        self.incoming.append(PauseCommand(id_, "retract" if mode == "retract" else "in_place"))
+            mode = "in_place"
+        self.draining.pause(PauseCommand(id_, mode))
 
     def resume(self, id_: int) -> None:
-        self.incoming.append(PauseCommand(id_, ""))
+        self.draining.pause(PauseCommand(id_, ""))
 
     def sleep(self, id_: int, args: SleepArgs) -> None:
         check_sleep(args)
@@ -201,7 +202,7 @@ class Adapter(RequestTable):
         self.mailbox.flush()
 
     def paused(self, command: PauseCommand) -> None:
-        """Answer the call of an executed command."""
+        """Answer the call of a command that was executed, or given up for a later one."""
         if command.call >= 0:
             self.mailbox.put_value(command.call, None)
             # The loop may have no other reason to flush.

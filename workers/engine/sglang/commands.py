@@ -31,8 +31,9 @@ class PauseCommand:
     """Pause the engine, resume it, or retract running requests.
 
     call: the call that asked for it; -1: none.
-    mode: "in_place" or "retract" pause the engine; "" resumes it. Two modes pause nothing: "back"
-        retracts running requests; "wait" does so in an engine that is paused by then.
+    mode: "in_place" or "retract" pause the engine, "drain" when no request runs; "" resumes it.
+        Two modes pause nothing: "back" retracts running requests; "wait" does so in an engine that
+        is paused by then.
     """
 
     call: int
