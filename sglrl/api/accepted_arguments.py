@@ -87,7 +87,7 @@ _PASSED_ON: Final = {
     "mixtures of experts": """
         moe_a2a_backend enable_w4a4_mxfp4_megamoe deepep_v2_mode moe_runner_backend
         flashinfer_mxfp4_moe_precision deepep_mode fuseep_mode deepep_dispatcher_output_dtype
-        flashinfer_a2a_dispatch_type deepep_config mooncake_ib_device enable_waterfill
+        flashinfer_a2a_dispatch_type deepep_config enable_waterfill
         disable_flashinfer_cutlass_moe_fp4_allgather disable_shared_experts_fusion
         enforce_shared_experts_fusion moe_dense_tp_size enable_two_batch_overlap
         enable_single_batch_overlap tbo_token_distribution_threshold

@@ -11,6 +11,7 @@ from ..errors import UsageError
 from .accepted_arguments import HARMLESS, PASSED_ON, TESTED, wrong_range
 from .engine_fields import EngineField
 from .rejected_arguments import REJECTED
+from .text_arguments import check_text
 
 State = Literal["tested", "passed on", "set by sglrl", "harmless", "rejected"]
 
@@ -88,6 +89,8 @@ def check_argument(name: str, value: Any, field: EngineField) -> None:
     field.check(name, value)
     if not is_default and (range_ := wrong_range(name, value)):
         raise UsageError(f"{name} must be {range_}, got {value!r:.200}")
+    if not is_default:
+        check_text(name, value)
 
 
 def listed(fields: Iterable[str] = ARGUMENTS) -> list[tuple[str, Argument]]:

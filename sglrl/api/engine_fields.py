@@ -22,10 +22,12 @@ from ..errors import UsageError
 COMPUTED: Final = object()
 """Stands for a default value that the source computes."""
 _TYPES: Final = {
-    **{kind.__name__: kind for kind in (bool, int, float, str)},
+    **{kind.__name__: kind for kind in (bool, int, float, str, dict, list)},
     **{name: getattr(typing, name) for name in ("Any", "Dict", "List", "Literal", "Optional")},
     **{name: getattr(typing, name) for name in ("Tuple", "Union")},
     "Callable": Callable,
+    # SGLang makes one from a dict with a dict for each phase.
+    "CudaGraphConfig": dict[str, dict[str, Any]],
 }
 
 
@@ -122,22 +124,29 @@ def _field(item: ast.AnnAssign, named: Mapping[str, Any]) -> EngineField:
                 options = {option.arg: option.value for option in about.keywords}
         case kind:
             pass
-    choices = options.get("choices")
-    found = named.get(choices.id) if isinstance(choices, ast.Name) else None
-    if choices is not None and found is None:
-        found = _literal(choices)
-    known = tuple(found) if isinstance(found, (list, tuple, set)) else ()
     name = ast.unparse(kind)
     try:
-        # Most parsers of the command line may return other values than those of the type.
-        parser = ast.unparse(options["type_parser"]) if "type_parser" in options else None
-        known_type = parser in (None, "human_readable_int")
-        type_ = eval(name, {"__builtins__": {}}, _TYPES) if known_type else Any
+        type_ = eval(name, {"__builtins__": {}}, _TYPES)
     except NameError:
         type_ = Any
     if name.startswith("Optional["):
         name = f"{name[len('Optional[') : -1]} or None"
-    return EngineField(default, type_, name, known)
+    return EngineField(default, type_, name, _choices(options.get("choices"), named))
+
+
+def _choices(value: ast.expr | None, named: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the choices that an expression lists, or () if it is none of names and literals."""
+    match value:
+        case None:
+            return ()
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            parts = [_choices(part, named) for part in (left, right)]
+            return (*parts[0], *parts[1]) if all(parts) else ()
+        case ast.Name(id=name):
+            found = named.get(name)
+        case _:
+            found = _literal(value)
+    return tuple(found) if isinstance(found, (list, tuple, set)) else ()
 
 
 def _literal(value: ast.expr) -> Any:

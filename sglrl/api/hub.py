@@ -16,10 +16,13 @@ _LONGEST = 9.0
 """Seconds that the look-up may take, with the look-up of the hub's address."""
 
 
-async def look_up(model: str) -> None:
+async def look_up(model: str, file: str = "config.json") -> None:
     """Check that the hub has a model, unless the model is in the cache of the hub's library.
 
     Without this, each worker would make several attempts, and then fail with the same error.
+
+    Args:
+        file: one of its files, which is in the cache if the model is.
 
     Raises:
         ModelError: the hub has no such model, or cannot be reached.
@@ -28,7 +31,7 @@ async def look_up(model: str) -> None:
     def start(finish: Finish) -> None:
         # The system may look for the hub's address for minutes.
         thread = threading.Thread(
-            target=lambda: finish(_error(model)), name="sglrl-hub", daemon=True
+            target=lambda: finish(_error(model, file)), name="sglrl-hub", daemon=True
         )
         start_thread(thread)
 
@@ -41,14 +44,14 @@ async def look_up(model: str) -> None:
         raise ModelError(explanation(model, error))
 
 
-def _error(model: str) -> Exception | None:
+def _error(model: str, file: str) -> Exception | None:
     """Return the reason why the model cannot be fetched, or None."""
     try:
         from huggingface_hub import HfApi, errors, try_to_load_from_cache
     except ImportError:
         return None
     try:
-        if isinstance(try_to_load_from_cache(model, "config.json"), str):
+        if isinstance(try_to_load_from_cache(model, file), str):
             return None
         HfApi().model_info(model, timeout=_SECONDS)
     except errors.HfHubHTTPError as error:

@@ -329,6 +329,9 @@ def launch(
         config = machines.reachable(config)
         kind = "plain" if engine == "fake" else "sglang"
         launcher = HostLauncher(machines, kind, device, start_timeout, worker_env)
+    tokenizer = engine_args.get("tokenizer_path") or ""
+    files = {path: "config.json", tokenizer: "tokenizer_config.json"}
+    on_hub = {name: file for name, file in files.items() if name and not os.path.exists(name)}
     pool = Pool(
         births,
         more=more,
@@ -341,7 +344,7 @@ def launch(
     return Client(
         pool,
         model=path,
-        tokenizer=engine_args.get("tokenizer_path") or "",
+        tokenizer=tokenizer,
         trust_tokenizer=bool(engine_args.get("trust_remote_code")),
         timeout=timeout,
         sender=LocalSender(pool.weights),
@@ -350,13 +353,13 @@ def launch(
         adapters=PoolAdapters(pool, pool.expel, adapters),
         weight_device=weight_device,
         serve=partial(PoolServer, pool),
-        prepare=partial(_prepare, not os.path.isabs(path)) if engine == "sglang" else None,
+        prepare=partial(_prepare, on_hub) if engine == "sglang" else None,
     )
 
 
-async def _prepare(on_hub: bool, client: Client) -> None:
-    if on_hub:
-        await look_up(client.model)
+async def _prepare(on_hub: Mapping[str, str], client: Client) -> None:
+    for name, file in on_hub.items():
+        await look_up(name, file)
     client._tokenizer_box.load_early()
 
 

@@ -60,7 +60,7 @@ _GROUPS: Final = {
         nnodes node_rank pp_size pp_max_micro_batch_size pp_async_batch_depth dwdp_size
         gpu_id_step use_ray gated_launch_port ep_join_mode ep_join_rank_offset elastic_ep_backend
         elastic_ep_initial_size max_ep_size elastic_ep_scale_timeout elastic_ep_rejoin
-        enable_elastic_expert_backup
+        enable_elastic_expert_backup mooncake_ib_device
     """,
     "attention runs with tensor parallelism only: use tp_size=": """
         enable_dp_attention enable_dp_attention_local_control_broadcast enable_dp_lm_head

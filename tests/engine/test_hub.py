@@ -17,11 +17,11 @@ from huggingface_hub import snapshot_download
 from sglrl.hub_errors import unfetched
 
 NAME = "some-owner/no-such-model"
-LAUNCHES = f"""
+LAUNCHES = """
 import asyncio, sglrl
 
 async def main():
-    async with sglrl.launch({NAME!r}, device="cpu"):
+    async with sglrl.launch(MODEL, device="cpu"):
         pass
 
 try:
@@ -42,13 +42,15 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("what", ["model", "tokenizer"])
 @pytest.mark.parametrize("name", CASES)
-def test_one_error_before_workers_start(name: str) -> None:
+def test_one_error_before_workers_start(name: str, what: str, qwen: Path) -> None:
     settings, says = CASES[name]
+    given = f"{NAME!r}" if what == "model" else f"{str(qwen)!r}, tokenizer_path={NAME!r}"
     with Hub({"unknown model": 404, "gated model": 403}.get(name, 0)) as hub:
         # The test needs its own process, because the library reads the variables at its import.
         program = subprocess.run(
-            [sys.executable, "-c", LAUNCHES],
+            [sys.executable, "-c", LAUNCHES.replace("MODEL", given)],
             env={**os.environ, "HF_ENDPOINT": hub.address, **settings},
             capture_output=True,
             text=True,

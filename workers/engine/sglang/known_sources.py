@@ -80,6 +80,9 @@ KNOWN: Final[dict[str, dict[str, str]]] = {
     "sglang.srt.lora.lora:LoRAAdapter._normalize_weights": {
         "b1257df57d6bc5c0": "0.5.17 to 0.5.23",
     },
+    "sglang.srt.lora.lora:LoRAAdapter._process_weight": {
+        "14e753f404759201": "0.5.17 to 0.5.23",
+    },
     "sglang.srt.lora.lora:LoRAAdapter.initialize_weights_from_tensors": {
         "245971b419fe1a79": "0.5.17 to 0.5.23",
     },

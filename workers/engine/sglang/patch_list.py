@@ -229,6 +229,7 @@ PATCHES: Final = (
             f"{_BATCH}:Req.__init__",
             f"{_LORA}.lora:LoRAAdapter.__init__",
             f"{_LORA}.lora:LoRAAdapter.initialize_weights_from_tensors",
+            f"{_LORA}.lora:LoRAAdapter._process_weight",
             f"{_LORA}.lora:LoRAAdapter._normalize_weights",
             f"{_LORA}.lora:LoRAAdapter.normalize_qkv_proj",
             f"{_LORA}.lora:LoRAAdapter.normalize_gate_up_proj",
