@@ -1,4 +1,7 @@
-"""Turns that belong to no session. Clients may abort them and get the tokens so far."""
+"""Turns that belong to no session.
+
+If a client, a pause or a weight update aborts them, they have the tokens so far.
+"""
 
 from __future__ import annotations
 
@@ -69,6 +72,7 @@ class _Choice:
         self._spec = spec
         self._request = request
         self._session = Session(spec)
+        self._session._sampler.continues = False
         self._options = options_of(request, spec, number, on_chunk)
         self._call: Call | None = None
         self._aborted = False

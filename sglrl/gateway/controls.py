@@ -29,7 +29,8 @@ _VLLM_MODES: Final[dict[str, PauseMode]] = {"abort": "abort", "keep": "retract",
 _PAUSE_QUERY: Final = {"mode": list(_VLLM_MODES), "clear_cache": ["true", "false"]}
 _SECONDS: Final = 60.0
 _DRAIN_SECONDS: Final = 3600.0
-"""Time limits of a pause, and of one that waits for running requests."""
+_HEALTH_SECONDS: Final = 20.0
+"""Time limits of a pause, of one that waits for running requests, and of ``/health_generate``."""
 _UNSUPPORTED: Final = {
     "/update_weights_from_tensor": "its body is a pickle; the trainer calls Client.update_weights",
     "/update_weights_from_ipc": "the trainer calls Client.update_weights",
@@ -136,7 +137,7 @@ class ControlEndpoints:
 
     async def _health_generate(self) -> dict[str, str]:
         """Sample one token."""
-        await self._client.generate(input_ids=[0], max_new_tokens=1)
+        await self._client.generate(input_ids=[0], max_new_tokens=1, timeout=_HEALTH_SECONDS)
         return {"status": "ok"}
 
     async def _server_info(self) -> dict[str, Any]:
@@ -200,6 +201,8 @@ class ControlEndpoints:
 
     async def _pause(self, request: Request) -> dict[str, str]:
         given = {"mode": "abort", "clear_cache": "true", **request.query_params}
+        if unknown := given.keys() - _PAUSE_QUERY.keys():
+            raise InvalidRequest(f"{min(unknown)!r:.200} is not supported")
         for name, values in _PAUSE_QUERY.items():
             if given[name] not in values:
                 raise InvalidRequest(f"{name} must be one of {values}, got {given[name]!r:.200}")

@@ -27,6 +27,7 @@ from ..sessions.trajectory import Trajectory
 from ..wire.engine import TokenChunk
 from .answers import message_of
 from .dialect import TurnRequest
+from .errors import HttpError
 
 _encode = msgspec.json.Encoder(order="sorted", enc_hook=str).encode
 _REMEMBERED = 64
@@ -63,6 +64,7 @@ class Turn:
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self.delivered = False
         self.repeated = repeated
+        self._aborted = False
         self._keeps = keeps and not late
         self._late = late
         self._waiting = 0
@@ -85,13 +87,21 @@ class Turn:
         """Whether the client has disconnected before it got the choices."""
         return not (self._waiting or self.delivered or self.failed)
 
+    def cancel(self) -> None:
+        """End the turn, because a client has asked for it."""
+        self._aborted = True
+        self.task.cancel()
+
     async def result(self) -> list[Completion]:
         """Wait for the choices.
 
         Raises:
+            HttpError: a client has aborted the turn. Its own client must not send it again.
             Closed: the session has ended.
         """
         await asyncio.wait({self.task})
+        if self.task.cancelled() and self._aborted:
+            raise HttpError(400, "the request was aborted")
         if self.task.cancelled():
             raise Closed("the session has ended, or the gateway is ending")
         return self.task.result()

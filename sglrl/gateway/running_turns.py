@@ -71,7 +71,7 @@ class RunningTurns:
             if isinstance(turn, AloneTurn):
                 count += turn.abort(rid) > 0
             else:
-                turn.task.cancel()
+                turn.cancel()
                 count += 1
         return count
 

@@ -214,7 +214,7 @@ def serve(
         Closed: on leaving a session: it has expired, or the gateway's process has died.
     """
     check_gateway_packages()
-    names = (name,) if isinstance(name, str) else tuple(name)
+    names = tuple(name) if isinstance(name, (tuple, list)) else (name,)
     return Gateway(
         client,
         Settings(

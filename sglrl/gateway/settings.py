@@ -40,10 +40,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return f"{'https' if self.tls_cert else 'http'}://{host}:{port}"
 
     def __post_init__(self) -> None:
-        if not self.names or not all(self.names):
-            raise UsageError("the model needs a name, for clients")
-        if not 0 <= self.port <= 65_535:
-            raise UsageError(f"port must be in 0..65535, got {self.port}")
+        if not self.names or not all(isinstance(name, str) and name for name in self.names):
+            raise UsageError(f"name must be a text, or several, got {self.names!r:.200}")
+        if type(self.port) is not int or not 0 <= self.port <= 65_535:
+            raise UsageError(f"port must be in 0..65535, got {self.port!r:.200}")
         for name in ("expire_after", "max_sessions", "max_body_bytes", "body_seconds"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name} must be more than 0, got {getattr(self, name)!r}")
@@ -58,7 +58,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         if not self.api_key and not is_loopback(f"tcp://{self.host}:0"):
             raise UsageError(
                 f"host={self.host!r} can be reached from other machines, so the gateway needs a "
-                "key: api_key="
+                "key: api_key= (--api-key)"
             )
 
 

@@ -93,8 +93,8 @@ async def require_call(
     found = [renderer for renderer in renderers if renderer is not None]
     if not found or len(found) < len(renderers):
         raise InvalidRequest(
-            "tool_choice needs a model whose format for calls of tools is known: no renderer fits, "
-            "and the logger sglrl.renderer says why"
+            "tool_choice needs a model whose format for calls of tools is known, and no renderer "
+            "fits this model's chat template"
         )
     tag = await in_thread(call_grammar, found[0], choice)
     return samplings.prepare(prepared.params, {"structural_tag": tag})

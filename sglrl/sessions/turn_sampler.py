@@ -26,6 +26,8 @@ class TurnSampler:
         limit: time limit of the whole session. Time spent waiting at the gate does not count.
         closed: no more turn begins.
         call: the call of the turn that is being sampled.
+        continues: whether a turn that the engines return unfinished ("abort") is sampled to its
+            end.
     """
 
     def __init__(self, spec: SessionSpec, shared: Shared, gate: Gate | None) -> None:
@@ -37,6 +39,7 @@ class TurnSampler:
         self._route = Route(b"")
         self._at_gate: asyncio.Future[None] | None = None
         self.call: Call | None = None
+        self.continues = True
 
     @property
     def busy(self) -> bool:
@@ -105,7 +108,7 @@ class TurnSampler:
         on_chunk: OnChunk | None,
         routed_from: int,
     ) -> Completion:
-        """Sample a turn after the prompt ``ids``. Continue a turn that was returned unfinished.
+        """Sample a turn after the prompt ``ids``.
 
         Args:
             routed_from: the first position without routed experts in earlier turns.
@@ -120,8 +123,8 @@ class TurnSampler:
         if limit < 1:
             raise InvalidRequest(
                 f"the context is full: the prompt has {size} tokens, with what was observed, and "
-                f"the longest possible is {spec.most_tokens} with its response; see Session.room "
-                "and Session.unobserve"
+                f"together with its response at most {spec.most_tokens} are possible; see "
+                "Session.room and Session.unobserve"
             )
         deadline = None if spec.timeout is None else deadline_from(spec.timeout)
         completion = None
@@ -156,6 +159,8 @@ class TurnSampler:
             except BaseException:
                 spec.requests.driver.cancel(call)
                 raise
+            if not self.continues:
+                break
         first = next((chunk.version for chunk in completion._chunks if chunk.ids), running[self])
         if first is not None:
             self._shared.sampled(first)

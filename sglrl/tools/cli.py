@@ -220,6 +220,7 @@ def generate(
 
     from ..api.launching import launch
     from ..inference.completion import Completion
+    from ..inference.sampling import SamplingParams
 
     if not prompts:
         prompts = [line.rstrip("\r\n") for line in sys.stdin]
@@ -228,6 +229,16 @@ def generate(
         _refuse_items(prompts)
     if not prompts:
         raise UsageError("there is no prompt: give one as an argument, or lines on standard input")
+    if logprobs and not json:
+        raise UsageError("--logprobs needs --json")
+    sampling = SamplingParams(
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        stop=tuple(stop or ()),
+        seed=seed,
+    )
     inputs: dict[str, Any] = {"prompt": prompts}
     if chat:
         inputs = {"messages": [[{"role": "user", "content": text}] for text in prompts]}
@@ -242,17 +253,7 @@ def generate(
 
     async def sample() -> list[Completion]:
         async with client:
-            found = await client.generate(
-                **inputs,
-                n=n,
-                logprobs=logprobs,
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                stop=stop or (),
-                seed=seed,
-            )
+            found = await client.generate(**inputs, n=n, logprobs=logprobs, sampling=sampling)
         return [c for group in found for c in group] if n > 1 else found
 
     quiet_warnings()
@@ -297,10 +298,10 @@ def doctor(
             "--arguments", help="List the arguments of the installed SGLang instead, with states."
         ),
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="As one JSON object.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="As a JSON array.")] = False,
 ) -> None:
     """Show versions, devices and patches of SGLang, and make one call to test whether it works."""
-    from .doctor import argument_rows, argument_table, examine, table_of
+    from .doctor import argument_lines, argument_rows, examine, table_of
     from .doctor_hosts import examine_hosts
 
     quiet_warnings()
@@ -309,7 +310,7 @@ def doctor(
         if json:
             print_json(msgspec.json.format(msgspec.json.encode(rows)))
         else:
-            Console().print(argument_table(rows))
+            sys.stdout.write(argument_lines(rows))
         return
     if hosts is None:
         findings = examine(engine)

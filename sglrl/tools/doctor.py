@@ -138,12 +138,12 @@ def argument_rows() -> list[ArgumentRow]:
     ]
 
 
-def argument_table(rows: list[ArgumentRow]) -> Table:
-    """Return the rows as a table for the terminal."""
-    table = Table(Column("field", no_wrap=True), "state", Column("note", overflow="fold"), box=None)
-    for row in rows:
-        table.add_row(row.field, row.state, row.note.replace("[", r"\["))
-    return table
+def argument_lines(rows: list[ArgumentRow]) -> str:
+    """Return a line for each row. Lines may be longer than those of the terminal."""
+    widths = [max(len(row.field) for row in rows), max(len(row.state) for row in rows)]
+    return "".join(
+        f"{row.field:{widths[0]}}  {row.state:{widths[1]}}  {row.note}\n" for row in rows
+    )
 
 
 def _memory() -> str:

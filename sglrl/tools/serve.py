@@ -26,7 +26,10 @@ def serve(
     port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any free one.")] = 8000,
     name: Annotated[
         list[str] | None,
-        typer.Option(help="Of the model, for clients; may be repeated.", show_default="MODEL"),
+        typer.Option(
+            help="Of the model, for clients; may be repeated.",
+            show_default="MODEL, or its last folder",
+        ),
     ] = None,
     api_key: Annotated[
         str,
@@ -59,6 +62,7 @@ def serve(
     import uvloop
 
     from ..api.launching import launch
+    from ..gateway.listening import reserved
     from ..gateway.serving import serve as gateway_of
 
     check_gateway_packages()
@@ -74,6 +78,8 @@ def serve(
             if not stopped.done():
                 stopped.set_result(number)
 
+        # The engines take longer to start than the user waits for this error.
+        reserved(host, port).close()
         client = launch(
             model, replicas=replicas, device=device, tp_size=tp_size, engine=engine, **more
         )

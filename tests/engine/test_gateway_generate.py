@@ -406,7 +406,7 @@ async def test_versions(
         while (await pool.stats())[0].engine.kv_tokens < len(prompt) + 20:
             pass
     state["lm_head.weight"] = torch.zeros_like(state["lm_head.weight"])
-    updated = await pool.update_weights(state, inflight="abort")
+    updated = await pool.update_weights(state, inflight="retract")
     made = (await running).json()
     meta = made["meta_info"]
     spans = meta["weight_versions"]

@@ -20,6 +20,7 @@ import sglrl
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 SLOW = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1000}}
 """Takes a second."""
+TEXT = [{"role": "user", "content": "Hi"}]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
@@ -113,7 +114,7 @@ async def test_a_pause_that_aborts(
     client: sglrl.Client, gateway: Any, http: httpx.AsyncClient, path: str
 ) -> None:
     """A turn of a session goes on afterwards."""
-    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1000}
+    body = {"messages": TEXT, "max_tokens": 1000}
     async with gateway.session() as session:
         url = f"{session.base_url}/chat/completions"
         turn = asyncio.ensure_future(http.post(url, json=body))
@@ -123,11 +124,33 @@ async def test_a_pause_that_aborts(
         assert (await turn).json()["usage"]["completion_tokens"] == 1000
 
 
+ABORTS = [("/pause_generation", "/generate"), ("/pause", "/v1/chat/completions")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("pause", "path"), ABORTS)
+async def test_a_pause_that_aborts_requests_without_a_session(
+    client: sglrl.Client, http: httpx.AsyncClient, pause: str, path: str, stream: bool
+) -> None:
+    body = SLOW if path == "/generate" else {"messages": TEXT, "max_tokens": 1000}
+    turns = [asyncio.ensure_future(http.post(path, json={**body, "stream": stream}))]
+    await until_running(client, 1)
+    turns.append(asyncio.ensure_future(client.generate(input_ids=[5], max_new_tokens=1000)))
+    await until_running(client, 2)
+    assert (await http.post(pause)).status_code == 200
+    # The answers come while the engines are paused.
+    answer, completion = await asyncio.gather(*turns)
+    assert completion.finish_reason == "abort"
+    assert '"abort"' in answer.text
+    assert (await http.post("/resume")).status_code == 200
+
+
 async def test_what_is_rejected(gateway: Any, http: httpx.AsyncClient) -> None:
     for path, why in (
         ("/update_weights_from_tensor", "its body is a pickle"),
         ("/release_memory_occupation", "the field 'mode' is not supported"),
         ("/pause?mode=x", "mode must be one of ['abort', 'keep', 'wait'], got 'x'"),
+        ("/pause?seconds=1", "'seconds' is not supported"),
         ("/pause?clear_cache=x", "clear_cache must be one of ['true', 'false'], got 'x'"),
         ("/pause_generation", "Invalid enum value 'x'"),
     ):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -96,9 +97,9 @@ def test_doctor_lists_the_arguments_of_sglang() -> None:
         "state": "tested",
         "note": "tests/engine/test_arguments.py",
     }
-    table = run("doctor", "--arguments")
-    assert len(table.stdout.splitlines()) > len(rows)
-    assert "enable_metrics" in table.stdout
+    lines = run("doctor", "--arguments").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == list(rows)
+    assert all(line.endswith(row["note"]) for line, row in zip(lines, rows.values(), strict=True))
 
 
 def test_doctor_finds_what_does_not_work() -> None:
@@ -197,7 +198,9 @@ def test_set_is_an_argument_of_launch(tmp_path: Path, capsys: pytest.CaptureFixt
     [
         (["generate", "/no/such/model", "hi"], "no model at '/no/such/model'"),
         (["generate", "tiny", "--engine", "fake"], "there is no prompt"),
-        (["generate", "tiny", "hi", "--engine", "fake", "--top-p", "3"], "top_p must be in"),
+        # These are found before SGLang starts.
+        (["generate", "/no", "hi", "--top-p", "3"], "top_p must be in"),
+        (["generate", "/no", "hi", "--logprobs"], "--logprobs needs --json"),
         (["serve", "/no", "--engine", "fake"], "'/no' is neither a folder nor 'owner/name'"),
         (["serve", "no/such model", "--engine", "fake"], "no/such model has no usable tokenizer"),
         (["serve", "tiny", "--set", "dtype"], "--set is NAME=VALUE"),
@@ -243,6 +246,15 @@ def test_wrong_usage_is_one_message_and_exit_code_2(
     message = run_here(*arguments, capsys=capsys, code=2)
     assert words in message
     assert "Traceback" not in message
+
+
+def test_serve_finds_a_port_in_use_before_the_engines_start(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        message = run_here("serve", "/no/model", "--port", str(port), capsys=capsys, code=2)
+    assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in message
 
 
 def test_keys_says_what_it_made_and_what_goes_where(tmp_path: Path) -> None:
