@@ -12,6 +12,7 @@ from ..inference.logit_processors import is_processor_name
 from .argument_table import check_argument
 from .engine_aliases import without_aliases
 from .engine_fields import engine_fields
+from .text_arguments import JSON_TEXTS, json_text
 
 FOREIGN_ARGUMENTS = {
     "n_gpus": "tp_size= or replicas=",
@@ -80,6 +81,9 @@ def check_engine_arguments(
     fields = engine_fields(sglang) if engine == "sglang" else {}
     known = fields.keys() or FAKE_ARGUMENTS
     args = without_aliases(args, known)
+    for name in JSON_TEXTS:
+        if isinstance(args.get(name), dict):
+            args[name] = json_text(name, args[name])
     seed = args.get("random_seed")
     if seed is not None and (type(seed) is not int or not 0 <= seed < SEEDS):
         raise UsageError(f"random_seed must be None or an integer in 0..{SEEDS - 1}, got {seed!r}")
@@ -91,9 +95,8 @@ def check_engine_arguments(
         if name not in known:
             near = get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
-            raise UsageError(
-                f"{name!r} is neither an argument of launch nor of SGLang's ServerArgs{hint}"
-            )
+            theirs = "SGLang's ServerArgs" if fields else f"engine={engine!r}"
+            raise UsageError(f"{name!r} is neither an argument of launch nor of {theirs}{hint}")
         if name in fields:
             check_argument(name, args[name], fields[name])
     return args

@@ -27,6 +27,9 @@ _CHOICES: Final = {
 }
 """Values that the sources of SGLang 0.5.17 to 0.5.23 compare these with."""
 
+JSON_TEXTS: Final = ("json_model_override_args", "model_loader_extra_config")
+"""Arguments that SGLang takes as JSON text. ``launch`` also takes them as a dict."""
+
 
 def _is_file(value: str) -> bool:
     return Path(value).is_file()
@@ -47,8 +50,7 @@ _CHECKS: Final[Mapping[str, _Check]] = {
     "msprobe_dump_config": _FILE,
     "quantization_param_path": _FILE,
     "rl_quant_profile": _FILE,
-    "json_model_override_args": _OBJECT,
-    "model_loader_extra_config": _OBJECT,
+    **dict.fromkeys(JSON_TEXTS, _OBJECT),
     "deepep_config": (
         "a JSON object or an existing file",
         lambda value: _is_object(value) or _is_file(value),
@@ -62,6 +64,18 @@ _CHECKS: Final[Mapping[str, _Check]] = {
         lambda value: Path(value).is_dir() or is_hub_name(value),
     ),
 }
+
+
+def json_text(name: str, value: dict[Any, Any]) -> str:
+    """Return a dict as JSON text.
+
+    Raises:
+        UsageError: it holds other values than those of JSON.
+    """
+    try:
+        return msgspec.json.encode(value).decode()
+    except (TypeError, ValueError, RecursionError, UnicodeError) as error:
+        raise UsageError(f"{name} must be a dict of JSON values: {error}") from None
 
 
 def check_text(name: str, value: Any) -> None:

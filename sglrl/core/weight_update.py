@@ -233,6 +233,11 @@ class WeightUpdate:
             hint = ""
             if self.state == JOIN and self.waiting != {SENDER}:
                 hint = "; can the workers connect to the sender's host=?"
+            if self.state == PREPARE and self.limits.prepare is not None:
+                hint = (
+                    f"; running requests had drain_timeout={self.limits.prepare:g} seconds to "
+                    "finish, and in a paused or sleeping engine they do not"
+                )
             error = WeightUpdateError(
                 f"no answer to {self.state!r} within the time-out from {late}{hint}"
             )

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, Final
 
-from ..config import check_target
+from ..config import check_target, path_of
 from ..errors import UsageError, WorkerLost
 from ..wire.engine import TensorValue
 from .client_base import ClientBase
@@ -50,13 +50,16 @@ class InspectionMethods(ClientBase):
 
         Raises:
             UsageError: an argument is wrong, or the engine has no profiler.
-            InvalidRequest: the profiler is running.
+            InvalidRequest: the profiler is running, or a worker cannot write to the folder.
         """
+        path = path_of("folder", folder)
+        if not path:
+            raise UsageError(f"folder must be a path, got {folder!r}")
         wrong = [name for name in activities if name not in ACTIVITIES]
         if isinstance(activities, str) or wrong or not activities:
             raise UsageError(f"activities must be of {', '.join(ACTIVITIES)}, got {activities!r}")
         driver = self._running(urgent=True)
-        args = (os.path.join(os.getcwd(), folder), tuple(activities), with_stack, record_shapes)
+        args = (os.path.join(os.getcwd(), path), tuple(activities), with_stack, record_shapes)
         await ask_all(driver, ENDPOINTS["start_profile"], args, timeout=timeout)
 
     async def stop_profile(self, *, timeout: float = 600.0) -> list[str]:

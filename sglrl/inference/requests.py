@@ -313,8 +313,9 @@ class Requests:
                 raise InvalidRequest(f"start={start} is beyond the {count} tokens given")
             if count > self._most_tokens:
                 raise InvalidRequest(
-                    f"the text has {count} tokens; at most {self._most_tokens} fit the context of "
-                    f"{self.info.context_length}"
+                    f"the text has {count} tokens; at most {max(0, self._most_tokens)} are "
+                    f"possible with a context of {self.info.context_length} and a KV cache of "
+                    f"{self.info.kv_cache_tokens} tokens"
                 )
             answer = 4 * (count - start) * (1 + 2 * top)
             if answer > self._max_body:
@@ -397,8 +398,9 @@ class Requests:
         info = self.info
         if count > info.max_prompt_tokens:
             raise InvalidRequest(
-                f"the prompt has {count} tokens; at most {info.max_prompt_tokens} fit the context "
-                f"of {info.context_length}"
+                f"the prompt has {count} tokens; at most {max(0, info.max_prompt_tokens)} are "
+                f"possible with a context of {info.context_length} and a KV cache of "
+                f"{info.kv_cache_tokens} tokens"
             )
 
     def _check_size(self, args: GenerateArgs | ScoreArgs | NextTokenArgs) -> None:

@@ -91,7 +91,7 @@ def _check_list(ids: Sequence[Any], vocab_size: int) -> bytes:
 
 def _check_array(ids: Any, vocab_size: int) -> bytes:
     if isinstance(ids, (str, bytes)):
-        raise InvalidRequest("input_ids must be token ids; for text use prompt")
+        raise InvalidRequest("input_ids must be token ids: encode text with client.tokenizer")
     if isinstance(ids, Mapping):
         # vLLM's TokensPrompt, for example.
         raise InvalidRequest(

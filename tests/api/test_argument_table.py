@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import random
 import time
@@ -209,6 +210,14 @@ TEXTS: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("name", "value"), TEXTS)
 def test_text_that_means_something(name: str, value: Any) -> None:
     assert check_engine_arguments("sglang", {name: value}) == {name: value}
+
+
+@pytest.mark.parametrize("name", ["json_model_override_args", "model_loader_extra_config"])
+def test_json_may_be_a_dict(name: str) -> None:
+    found = check_engine_arguments("sglang", {name: {"rope_theta": 5.5, "a": [None, "ü"]}})
+    assert json.loads(found[name]) == {"rope_theta": 5.5, "a": [None, "ü"]}
+    with pytest.raises(sglrl.UsageError, match=f"{name} must be a dict of JSON values"):
+        check_engine_arguments("sglang", {name: {"a": object()}})
 
 
 def test_a_wrong_type_of_any_field_is_rejected() -> None:

@@ -112,8 +112,8 @@ def test_a_tensor_of_a_type_that_numpy_has_not() -> None:
         (None, "one-dimensional"),
         ({1, 2}, "one-dimensional"),
         (object(), "one-dimensional"),
-        ("text", "for text use prompt"),
-        (b"text", "for text use prompt"),
+        ("text", "encode text with client.tokenizer"),
+        (b"text", "encode text with client.tokenizer"),
     ],
 )
 @every_way

@@ -57,6 +57,7 @@ async def test_weights(qwen: Path, reference: Reference) -> None:
 
 
 async def test_profile(client: sglrl.Client, tmp_path: Path) -> None:
+    pid = client.workers[0].pid
     with pytest.raises(sglrl.InvalidRequest):
         await client.stop_profile()
     await client.start_profile(tmp_path, activities=["CPU"], record_shapes=True)
@@ -69,6 +70,17 @@ async def test_profile(client: sglrl.Client, tmp_path: Path) -> None:
     assert "aten::linear" in {event["name"] for event in trace(path)}
     with pytest.raises(sglrl.UsageError, match="activities must be of"):
         await client.start_profile(tmp_path, activities=["TPU"])
+    wrong: Any
+    for wrong in (5, ""):
+        with pytest.raises(sglrl.UsageError, match="folder must be a path"):
+            await client.start_profile(wrong)
+    (tmp_path / "file").touch()
+    with pytest.raises(sglrl.InvalidRequest, match="cannot be made: Not a directory"):
+        await client.start_profile(tmp_path / "file" / "folder")
+    # The failed start has left no profile.
+    with pytest.raises(sglrl.InvalidRequest, match="not running"):
+        await client.stop_profile()
+    assert client.workers[0].pid == pid
 
 
 async def test_the_fake_engine_has_none_of_them(tmp_path: Path) -> None:

@@ -7,20 +7,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from sglrl.errors import UsageError
+from sglrl.errors import SglrlError
 from sglrl.hub_errors import unfetched
 
 
 @contextmanager
 def explained(model: str) -> Iterator[None]:
-    """Exit with an explanation if the hub or the user's arguments keep the engine from starting.
+    """Exit with an explanation if the hub, or an error of ours, keeps the engine from starting.
 
     The explanation is the last output of the process. Other errors propagate unchanged.
     """
     try:
         yield
     except Exception as error:
-        text = error.message if isinstance(error, UsageError) else unfetched(model, error)
+        text = str(error) if isinstance(error, SglrlError) else unfetched(model, error)
         if text is None:
             raise
         sys.stderr.write(f"{text}\n")

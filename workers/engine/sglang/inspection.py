@@ -46,10 +46,17 @@ class Profiling:
         """Return SGLang's request to start.
 
         Raises:
-            InvalidRequest: the profiler is running.
+            InvalidRequest: the profiler is running, or the folder cannot be written.
         """
         if self._folder:
             raise InvalidRequest("the profiler is running: call stop_profile first")
+        # SGLang would make it only to write the traces, and its scheduler would end with the error.
+        try:
+            os.makedirs(args.folder, exist_ok=True)
+        except OSError as error:
+            raise InvalidRequest(f"{args.folder} cannot be made: {error.strerror}") from None
+        if not os.access(args.folder, os.W_OK):
+            raise InvalidRequest(f"{args.folder} cannot be written")
         self._folder = args.folder
         return ProfileReq(
             rid=convert.request_id(id_),
