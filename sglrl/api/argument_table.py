@@ -22,12 +22,12 @@ OWN_ARGUMENTS: Final = {
     "dp_size": "replicas=",
     "dtype": "dtype=",
     "base_gpu_id": "CUDA_VISIBLE_DEVICES",
-    "nccl_port": "nothing: sglrl picks it",
-    "dist_init_addr": "nothing: sglrl picks it",
-    "host": "nothing: there is no HTTP server",
-    "port": "nothing: there is no HTTP server",
+    "nccl_port": "nothing, sglrl picks it",
+    "dist_init_addr": "nothing, sglrl picks it",
+    "host": "nothing, there is no HTTP server",
+    "port": "nothing, there is no HTTP server",
     "watchdog_timeout": "hang_timeout=",
-    "skip_tokenizer_init": "nothing: the scheduler needs the tokenizer for stop strings",
+    "skip_tokenizer_init": "nothing, the scheduler needs the tokenizer for stop strings",
 }
 """Fields that ``launch`` sets itself, and what takes their place."""
 
@@ -82,7 +82,7 @@ def check_argument(name: str, value: Any, field: EngineField) -> None:
             "have no effect in a worker"
         )
     if argument.state == "set by sglrl":
-        raise UsageError(f"{name!r} is set by sglrl; use {argument.note}")
+        raise UsageError(f"{name!r} is set by sglrl. In its place: {argument.note}")
     is_default = type(value) is type(field.default) and value == field.default
     if argument.state == "rejected" and not (value is None or value is False or is_default):
         raise UsageError(f"{name}={value!r:.200} is not supported: {argument.note}")

@@ -18,6 +18,7 @@ from ..config import (
     check_restarts,
     check_timeout,
     check_weight_device,
+    flag,
     path_of,
     positive,
     shows_progress,
@@ -217,6 +218,7 @@ def launch(
     timeout = check_timeout(timeout)
     if timeout == 0:
         raise UsageError(f"timeout must be more than 0 seconds, got {timeout}")
+    flag("deterministic", deterministic)
     if keep_weights not in (None, "host"):
         raise UsageError(f"keep_weights must be 'host' or None, got {keep_weights!r}")
     if engine not in ("sglang", "fake"):

@@ -186,7 +186,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         for token, bias in self.logit_bias.items():
             # Keys may be text, as in JSON objects and in the APIs of SGLang and OpenAI.
             decimal = isinstance(token, str) and token.isdecimal() and len(token) < 20
-            check_integer("logit_bias", int(token) if decimal else token, 0)
+            check_integer("a key of logit_bias", int(token) if decimal else token, 0)
             if not (isinstance(bias, (float, np.floating)) and bias == -math.inf):
                 check_number("logit_bias", bias, -math.inf, MOST_BIAS)
 
@@ -447,11 +447,24 @@ def own_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+_FOREIGN: Final = {
+    "lora_path": "lora=",
+    "return_logprob": "logprobs=",
+    "rid": "nothing: to abort a call, cancel its task",
+    "sampling_params": "sampling=",
+    "stream": "Client.stream",
+    "top_logprobs_num": "top_logprobs=",
+}
+"""Arguments of SGLang's ``generate``, and what takes their place."""
+
+
 def _canonical(kwargs: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in kwargs.items():
         target = ALIASES.get(name, name)
         if target not in SamplingParams.__struct_fields__:
+            if ours := _FOREIGN.get(name):
+                raise InvalidRequest(f"unknown sampling argument {name!r}; use {ours}")
             known = [*SamplingParams.__struct_fields__, *ALIASES]
             near = get_close_matches(name, known, n=1, cutoff=0.75)
             hint = f"; did you mean {near[0]!r}?" if near else ""

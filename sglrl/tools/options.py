@@ -27,6 +27,7 @@ Set = Annotated[
 ]
 Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the result there.")]
 
+_OF_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
 _OPTIONS: Final = ("model", "replicas", "tp_size", "device", "engine")
 """Arguments of ``launch`` that commands have as options of their own."""
 
@@ -34,7 +35,7 @@ _OPTIONS: Final = ("model", "replicas", "tp_size", "device", "engine")
 def launch_arguments(given: list[str] | None) -> dict[str, Any]:
     """Return the arguments of ``launch`` that the values of ``--set`` stand for.
 
-    A value is JSON (``0.8``, ``true``, ``["a", "b"]``), or else a text.
+    A value is JSON (``0.8``, ``true``, ``["a", "b"]``) or True, False or None, or else a text.
 
     Raises:
         UsageError: a value has no name, a name has two values, or the command has an option for it.
@@ -50,7 +51,7 @@ def launch_arguments(given: list[str] | None) -> dict[str, Any]:
         if name in found:
             raise UsageError(f"--set {name} is given twice")
         try:
-            found[name] = msgspec.json.decode(value)
+            found[name] = msgspec.json.decode(_OF_PYTHON.get(value, value))
         except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
             found[name] = value
     return found

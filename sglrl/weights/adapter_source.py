@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 
 from ..core.adapters import check_adapter, leaf_of, own_name
-from ..errors import InvalidAdapter
+from ..errors import InvalidAdapter, UsageError
 from ..wire.engine import EngineInfo
 from ..wire.weights import ModelDescription, TensorSpec
 from .adapter_config import AdapterConfig, checked_config, saved_config, weights_file
@@ -54,6 +54,11 @@ def look_at(adapter: Any, config: Any = None) -> GivenAdapter:
         config = adapter.peft_config[adapter.active_adapter] if config is None else config
         tensors = take(list(_of_peft(adapter)))
     else:
+        if isinstance(adapter, bytes) or not isinstance(adapter, (Iterable, torch.nn.Module)):
+            raise UsageError(
+                "an adapter is a folder, a PeftModel, or tensors by name, not "
+                f"{type(adapter).__name__}"
+            )
         tensors = take(adapter)
     return GivenAdapter(None if config is None else checked_config(config), tensors)
 

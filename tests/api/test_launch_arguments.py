@@ -128,7 +128,7 @@ def test_a_value_of_another_type(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("value", ["yes", 1, [True]], ids=str)
-@pytest.mark.parametrize("name", ["insecure", "progress"])
+@pytest.mark.parametrize("name", ["deterministic", "insecure", "progress"])
 def test_a_flag_of_another_type(name: str, value: Any) -> None:
     with pytest.raises(sglrl.UsageError, match=f"^{name} must be True or False, got "):
         sglrl.launch("tiny", engine="fake", **{name: value})

@@ -187,6 +187,11 @@ def test_unknown_name_suggests_the_near_one(name: str, near: str) -> None:
     assert str(caught.value) == f"unknown sampling argument {name!r}; did you mean {near!r}?"
 
 
+def test_a_name_of_sglang_that_is_another_argument_here() -> None:
+    with pytest.raises(InvalidRequest, match=r"argument 'return_logprob'; use logprobs=$"):
+        SamplingCache(9).prepare(None, {"return_logprob": True})
+
+
 def test_unknown_name_far_from_all() -> None:
     with pytest.raises(InvalidRequest, match=r"unknown sampling argument 'zzz'$"):
         SamplingCache(9).prepare(None, {"zzz": 1})

@@ -75,6 +75,12 @@ async def test_load_replace_and_unload(client: sglrl.Client) -> None:
     assert (await client.load_lora("a", tensors(), config=CONFIG)).version == 8
 
 
+@pytest.mark.parametrize("adapter", [5, b"x", None], ids=str)
+async def test_what_is_no_adapter(client: sglrl.Client, adapter: Any) -> None:
+    with pytest.raises(sglrl.UsageError, match="an adapter is a folder, a PeftModel, or tensors"):
+        await client.load_lora("b", adapter, config=CONFIG)
+
+
 async def test_a_rollout_with_an_adapter(client: sglrl.Client) -> None:
     """All turns of all sessions use it."""
     await client.load_lora("a", tensors(), config=CONFIG)

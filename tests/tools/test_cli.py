@@ -173,7 +173,7 @@ def test_generate_prints_text() -> None:
 
 
 def test_values_of_set_are_json_or_text() -> None:
-    given = ["a=0.5", "b=true", 'c=["x", 1]', "d=bfloat16", "e=", "f=x=y", "g=null"]
+    given = ["a=0.5", "b=true", 'c=["x", 1]', "d=bfloat16", "e=", "f=x=y", "g=null", "h=False"]
     assert launch_arguments(given) == {
         "a": 0.5,
         "b": True,
@@ -182,6 +182,7 @@ def test_values_of_set_are_json_or_text() -> None:
         "e": "",
         "f": "x=y",
         "g": None,
+        "h": False,
     }
 
 
