@@ -14,15 +14,14 @@ _SECONDS = 5.0
 """Seconds in which the hub must answer a request."""
 _LONGEST = 9.0
 """Seconds that the look-up may take, with the look-up of the hub's address."""
+_FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
+"""One of these is in the cache if the model or the tokenizer is."""
 
 
-async def look_up(model: str, file: str = "config.json") -> None:
-    """Check that the hub has a model, unless the model is in the cache of the hub's library.
+async def look_up(model: str) -> None:
+    """Check that the hub has a model or a tokenizer, unless the hub's library has it in its cache.
 
     Without this, each worker would make several attempts, and then fail with the same error.
-
-    Args:
-        file: one of its files, which is in the cache if the model is.
 
     Raises:
         ModelError: the hub has no such model, or cannot be reached.
@@ -31,7 +30,7 @@ async def look_up(model: str, file: str = "config.json") -> None:
     def start(finish: Finish) -> None:
         # The system may look for the hub's address for minutes.
         thread = threading.Thread(
-            target=lambda: finish(_error(model, file)), name="sglrl-hub", daemon=True
+            target=lambda: finish(_error(model)), name="sglrl-hub", daemon=True
         )
         start_thread(thread)
 
@@ -44,14 +43,14 @@ async def look_up(model: str, file: str = "config.json") -> None:
         raise ModelError(explanation(model, error))
 
 
-def _error(model: str, file: str) -> Exception | None:
+def _error(model: str) -> Exception | None:
     """Return the reason why the model cannot be fetched, or None."""
     try:
         from huggingface_hub import HfApi, errors, try_to_load_from_cache
     except ImportError:
         return None
     try:
-        if isinstance(try_to_load_from_cache(model, file), str):
+        if any(isinstance(try_to_load_from_cache(model, file), str) for file in _FILES):
             return None
         HfApi().model_info(model, timeout=_SECONDS)
     except errors.HfHubHTTPError as error:

@@ -52,6 +52,7 @@ from .interpreter import examine, find_python
 from .lora_arguments import take_adapters
 from .model_folder import check_model, own_dtype, own_model
 from .start_display import StartDisplay
+from .text_arguments import check_files
 
 
 def launch(
@@ -248,6 +249,7 @@ def launch(
         if dtype is not None:
             engine_args["dtype"] = dtype
         if machines is None:
+            check_files(engine_args)
             groups = _place(device, replicas, tp_size, gpus)
         else:
             _check_device(device)
@@ -332,8 +334,9 @@ def launch(
         kind = "plain" if engine == "fake" else "sglang"
         launcher = HostLauncher(machines, kind, device, start_timeout, worker_env)
     tokenizer = engine_args.get("tokenizer_path") or ""
-    files = {path: "config.json", tokenizer: "tokenizer_config.json"}
-    on_hub = {name: file for name, file in files.items() if name and not os.path.exists(name)}
+    on_hub = [
+        name for name in dict.fromkeys((path, tokenizer)) if name and not os.path.exists(name)
+    ]
     pool = Pool(
         births,
         more=more,
@@ -359,9 +362,9 @@ def launch(
     )
 
 
-async def _prepare(on_hub: Mapping[str, str], client: Client) -> None:
-    for name, file in on_hub.items():
-        await look_up(name, file)
+async def _prepare(on_hub: Sequence[str], client: Client) -> None:
+    for name in on_hub:
+        await look_up(name)
     client._tokenizer_box.load_early()
 
 

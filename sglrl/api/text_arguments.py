@@ -5,7 +5,8 @@ SGLang reads these in the worker, where a wrong value has no effect or fails lat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,11 +15,10 @@ import msgspec
 from ..errors import UsageError
 from ..inference.tokens import is_hub_name
 
-_LEVELS: Final = ("debug", "info", "warning", "error", "critical")
 _TORCHAO: Final = ("int8wo", "int8dq", "fp8wo", "fp8dq-per_row", "fp8dq-per_tensor")
 _CHOICES: Final = {
     "kv_canary_real_data": ("none", "partial", "all"),
-    "log_level": (*_LEVELS, *map(str.upper, _LEVELS)),
+    "log_level": ("debug", "info", "warning", "warn", "error", "critical", "fatal"),
     "model_config_parser": ("auto", "hf", "mistral"),
     "model_impl": ("auto", "sglang", "transformers", "mindspore"),
     "modelopt_quant": ("fp8", "int4_awq", "w4a8_awq", "nvfp4", "nvfp4_awq"),
@@ -26,44 +26,16 @@ _CHOICES: Final = {
     "torchao_config": ("", *_TORCHAO, *(f"int4wo-{size}" for size in (32, 64, 128, 256))),
 }
 """Values that the sources of SGLang 0.5.17 to 0.5.23 compare these with."""
+_ANY_CASE: Final = ("kv_canary_real_data", "log_level")
 
 JSON_TEXTS: Final = ("json_model_override_args", "model_loader_extra_config")
 """Arguments that SGLang takes as JSON text. ``launch`` also takes them as a dict."""
-
-
-def _is_file(value: str) -> bool:
-    return Path(value).is_file()
-
-
-def _is_object(value: str) -> bool:
-    try:
-        return isinstance(msgspec.json.decode(value), dict)
-    except msgspec.DecodeError:
-        return False
-
-
-_Check = tuple[str, Callable[[str], bool]]
-_FILE: Final[_Check] = ("an existing file", _is_file)
-_OBJECT: Final[_Check] = ("a JSON object", _is_object)
-_CHECKS: Final[Mapping[str, _Check]] = {
-    "decrypted_config_file": _FILE,
-    "msprobe_dump_config": _FILE,
-    "quantization_param_path": _FILE,
-    "rl_quant_profile": _FILE,
-    **dict.fromkeys(JSON_TEXTS, _OBJECT),
-    "deepep_config": (
-        "a JSON object or an existing file",
-        lambda value: _is_object(value) or _is_file(value),
-    ),
-    "model_checksum": (
-        "'', an existing file, or 'owner/name' on the hub",
-        lambda value: not value or _is_file(value) or is_hub_name(value),
-    ),
-    "tokenizer_path": (
-        "an existing folder, or 'owner/name' on the hub",
-        lambda value: Path(value).is_dir() or is_hub_name(value),
-    ),
-}
+_FILES: Final = (
+    "decrypted_config_file",
+    "msprobe_dump_config",
+    "quantization_param_path",
+    "rl_quant_profile",
+)
 
 
 def json_text(name: str, value: dict[Any, Any]) -> str:
@@ -74,7 +46,7 @@ def json_text(name: str, value: dict[Any, Any]) -> str:
     """
     try:
         return msgspec.json.encode(value).decode()
-    except (TypeError, ValueError, RecursionError, UnicodeError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise UsageError(f"{name} must be a dict of JSON values: {error}") from None
 
 
@@ -87,10 +59,40 @@ def check_text(name: str, value: Any) -> None:
     if not isinstance(value, str):
         return
     choices = _CHOICES.get(name)
-    if choices is not None and value not in choices:
-        raise UsageError(
-            f"{name} must be one of {', '.join(map(repr, choices))}, got {value!r:.200}"
-        )
-    wanted, fits = _CHECKS.get(name, ("", None))
-    if fits is not None and not fits(value):
-        raise UsageError(f"{name} must be {wanted}, got {value!r:.200}")
+    if choices is not None and (value.lower() if name in _ANY_CASE else value) not in choices:
+        raise _wrong(name, f"one of {', '.join(map(repr, choices))}", value)
+    if name in JSON_TEXTS and not _is_object(value):
+        raise _wrong(name, "a JSON object", value)
+    if name == "tokenizer_path" and not (Path(value).is_dir() or is_hub_name(value)):
+        raise _wrong(name, "an existing folder, or 'owner/name' on the hub", value)
+
+
+def check_files(args: Mapping[str, Any]) -> None:
+    """Check the arguments that name files on the workers' machine, which must be this one.
+
+    Raises:
+        UsageError: there is no such file.
+    """
+    for name in _FILES:
+        value = args.get(name)
+        if value is not None and not Path(value).is_file():
+            raise _wrong(name, "an existing file", value)
+    config = args.get("deepep_config") or "{}"
+    if not (_is_object(config) or Path(config).is_file()):
+        raise _wrong("deepep_config", "a JSON object or an existing file", config)
+    checksum = args.get("model_checksum")
+    if checksum and not (Path(checksum).is_file() or is_hub_name(checksum)):
+        wanted = "'', an existing file, or 'owner/name' on the hub"
+        raise _wrong("model_checksum", wanted, checksum)
+
+
+def _is_object(value: str) -> bool:
+    try:
+        # SGLang's parser, which knows NaN.
+        return isinstance(json.loads(value), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _wrong(name: str, wanted: str, value: str) -> UsageError:
+    return UsageError(f"{name} must be {wanted}, got {value!r:.200}")

@@ -316,6 +316,9 @@ class MessagesAnswer:
             most = self._request.max_tokens
             reached = most is not None and len(completion.output_ids) >= most
             stop = "max_tokens" if reached else "model_context_window_exceeded"
+        elif completion.finish_reason == "abort":
+            # The nearest of Anthropic's reasons: the answer may be continued.
+            stop = "pause_turn"
         elif isinstance(completion.stop_match, str):
             stop, match = "stop_sequence", completion.stop_match
         found: dict[str, Any] = {

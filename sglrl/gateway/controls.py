@@ -26,7 +26,8 @@ from .trained_weights import BODIES, TrainedWeights, update_error
 
 PauseMode = Literal["abort", "retract", "in_place", "drain"]
 _VLLM_MODES: Final[dict[str, PauseMode]] = {"abort": "abort", "keep": "retract", "wait": "drain"}
-_PAUSE_QUERY: Final = {"mode": list(_VLLM_MODES), "clear_cache": ["true", "false"]}
+_FLAGS: Final = {"true": True, "1": True, "false": False, "0": False}
+_PAUSE_QUERY: Final = {"mode": list(_VLLM_MODES), "clear_cache": list(_FLAGS)}
 _SECONDS: Final = 60.0
 _DRAIN_SECONDS: Final = 3600.0
 _HEALTH_SECONDS: Final = 20.0
@@ -204,11 +205,13 @@ class ControlEndpoints:
         if unknown := given.keys() - _PAUSE_QUERY.keys():
             raise InvalidRequest(f"{min(unknown)!r:.200} is not supported")
         for name, values in _PAUSE_QUERY.items():
+            # Some clients send Python's False.
+            given[name] = given[name].lower()
             if given[name] not in values:
                 raise InvalidRequest(f"{name} must be one of {values}, got {given[name]!r:.200}")
         mode = _VLLM_MODES[given["mode"]]
         # After "abort" and "wait" no request has KV cache that could be cleared.
-        if mode == "retract" and given["clear_cache"] == "false":
+        if mode == "retract" and not _FLAGS[given["clear_cache"]]:
             mode = "in_place"
         await self._paused(mode)
         return {"status": "paused"}
@@ -219,8 +222,15 @@ class ControlEndpoints:
 
     async def _paused(self, mode: PauseMode) -> None:
         seconds = _DRAIN_SECONDS if mode == "drain" else _SECONDS
-        await self._client.pause(mode, timeout=seconds)
-        self._weights.paused()
+        # A request to resume may come before the engines are paused.
+        before = self._weights.pausing()
+        try:
+            await self._client.pause(mode, timeout=seconds)
+        except InvalidRequest:
+            # The engine does not have this mode.
+            if not before:
+                await self._weights.resuming()
+            raise
 
     async def _resumed(self) -> None:
         await self._weights.resuming()

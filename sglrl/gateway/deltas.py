@@ -60,7 +60,7 @@ class Deltas:
                 begin = at + 1
                 self._switch(token)
         if chunk.finish in ("", "abort"):
-            # Aborted turns go on. The end of others is sent with the whole turn.
+            # Aborted turns of sessions go on. The end of a turn is sent with the whole turn.
             found += self._text(chunk, begin, len(ids))
         return found
 

@@ -167,7 +167,8 @@ class ResponsesAnswer:
         found = self._response("completed", output)
         if _is_cut(completion):
             found["status"] = "incomplete"
-            found["incomplete_details"] = {"reason": "max_output_tokens"}
+            if completion.finish_reason == "length":
+                found["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
             found["completed_at"] = int(time.time())
         found["usage"] = _usage_of(completion, message_of(completion))
@@ -223,7 +224,7 @@ class ResponsesAnswer:
 
 
 def _is_cut(completion: Completion) -> bool:
-    return completion.finish_reason == "length"
+    return completion.finish_reason in ("length", "abort")
 
 
 def _logprobs_of(completion: Completion) -> list[dict[str, Any]]:

@@ -44,7 +44,7 @@ class StreamedTokens:
         if found is None:
             found = self._choices[choice] = _Choice(spec, self._requests[choice], self._began)
         if chunk.finish in ("", "abort") and chunk.ids:
-            # Aborted turns go on. The end of others is sent with the whole turn.
+            # Aborted turns of sessions go on. The end of a turn is sent with the whole turn.
             found.add(chunk)
             self.arrived.add(choice)
 

@@ -122,9 +122,10 @@ class TrainedWeights:
 
     # --- pauses -----------------------------------------------------------------------------------
 
-    def paused(self) -> None:
-        """Hold weights until ``resuming``."""
-        self._paused = True
+    def pausing(self) -> bool:
+        """Hold weights until ``resuming``. Return whether they were held before."""
+        before, self._paused = self._paused, True
+        return before
 
     async def resuming(self) -> None:
         """Make the held weights live.

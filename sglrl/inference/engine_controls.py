@@ -19,7 +19,7 @@ from ..core.driver_listener import DriverListener
 from ..driver.driver import Driver
 from ..driver.gathering import submit_all
 from ..driver.port import PoolPort
-from ..errors import Closed, UsageError, WorkerLost
+from ..errors import Closed, InvalidRequest, UsageError, WorkerLost
 from ..wire.codec import encode
 from ..wire.engine import EngineStats, TensorValue, TokenChunk
 
@@ -121,8 +121,13 @@ class PoolPausing(DriverListener):
         if mode not in _MODES:
             raise UsageError(f"mode must be one of {_MODES}, got {mode!r:.200}")
         check_timeout(timeout)
-        self._paused = True
-        await ask_all(self._pool.driver, _PAUSING["pause"], (mode,), timeout=timeout)
+        before, self._paused = self._paused, True
+        try:
+            await ask_all(self._pool.driver, _PAUSING["pause"], (mode,), timeout=timeout)
+        except InvalidRequest:
+            # The engine does not have this mode.
+            self._paused = before
+            raise
 
     async def resume(self, timeout: float | None) -> None:
         check_timeout(timeout)

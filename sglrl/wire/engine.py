@@ -253,7 +253,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         the prefix cache served.
     uptime: seconds since the engine was ready.
     tokens_per_second: generated tokens over ``uptime``.
-    draining: whether new requests wait, because an update waits until the running ones have ended.
+    draining: whether new requests wait, because an update, a pause or a sleep waits until the
+        running ones have ended.
     asleep: what the engine has given back (``Client.sleep``).
     """
 

@@ -22,6 +22,7 @@ from sglrl.api.argument_table import ARGUMENTS, OWN_ARGUMENTS, counted, listed, 
 from sglrl.api.engine_arguments import check_engine_arguments
 from sglrl.api.engine_fields import COMPUTED, EngineField, engine_fields
 from sglrl.api.rejected_arguments import _GROUPS, REJECTED
+from sglrl.api.text_arguments import JSON_TEXTS, check_files
 
 FIELDS = engine_fields()
 ROOT = Path(__file__).parents[2]
@@ -119,7 +120,9 @@ def test_the_table_as_text() -> None:
 def test_wrong_values_of_40_arguments_are_found_at_once() -> None:
     """Of any type, and without a worker: a typed error that names the argument."""
     rng = random.Random(time.time_ns())
-    known = [n for n, f in FIELDS.items() if f.type is not Any and n not in OWN_ARGUMENTS]
+    # Those that are JSON texts may be dicts too.
+    apart = {*OWN_ARGUMENTS, *JSON_TEXTS}
+    known = [n for n, f in FIELDS.items() if f.type is not Any and n not in apart]
     for name in rng.sample(known, 40):
         for value in (object(), ["x", None, 3], {"x": -1}, "no such choice", -7, float("nan")):
             field = FIELDS[name]
@@ -161,10 +164,16 @@ WRONG: dict[str, tuple[Any, str]] = {
     "json_model_override_args": ("[1]", "must be a JSON object, got '[1]'"),
     "linear_attn_verify_backend": ("fast", "must be one of 'triton', "),
     "log_level": ("loud", "must be one of 'debug', "),
-    "model_checksum": ("none", "must be '', an existing file, or 'owner/name' on the hub"),
     "model_impl": ("vllm", "must be one of 'auto', 'sglang', 'transformers', 'mindspore', got"),
-    "rl_quant_profile": ("no.pt", "must be an existing file, got 'no.pt'"),
     "tokenizer_path": ("none", "must be an existing folder, or 'owner/name' on the hub"),
+}
+FILES = {
+    "decrypted_config_file": "must be an existing file, got 'nonsense'",
+    "deepep_config": "must be a JSON object or an existing file",
+    "model_checksum": "must be '', an existing file, or 'owner/name' on the hub",
+    "msprobe_dump_config": "must be an existing file",
+    "quantization_param_path": "must be an existing file",
+    "rl_quant_profile": "must be an existing file",
 }
 FREE = {
     "constrained_json_whitespace_pattern",
@@ -185,9 +194,18 @@ def test_wrong_values(name: str) -> None:
 
 
 def test_text_that_means_nothing_is_rejected() -> None:
-    for name in FIELDS.keys() - FREE:
+    for name in FIELDS.keys() - FREE - FILES.keys():
         with pytest.raises(sglrl.UsageError, match=name):
             check_engine_arguments("sglang", {name: "nonsense"})
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_does_not_exist(name: str) -> None:
+    with pytest.raises(sglrl.UsageError, match=f"^{name} {FILES[name]}"):
+        sglrl.launch("tiny", device="cpu", **{name: "nonsense"})
+    # It may exist on the hosts of the workers.
+    hosts = sglrl.Hosts("tcp://127.0.0.1:7999", insecure=True)
+    sglrl.launch("tiny", device="cpu", hosts=hosts, **{name: "nonsense"})
 
 
 TEXTS: list[tuple[str, Any]] = [
@@ -196,6 +214,9 @@ TEXTS: list[tuple[str, Any]] = [
     ("deepep_config", __file__),
     ("forward_hooks", [{"name": "hook"}]),
     ("linear_attn_verify_backend", "nv_cutedsl"),
+    ("deepep_config", ""),
+    ("json_model_override_args", '{"a": NaN}'),
+    ("kv_canary_real_data", "ALL"),
     ("log_level", "INFO"),
     ("model_checksum", ""),
     ("model_impl", "transformers"),
@@ -210,6 +231,7 @@ TEXTS: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("name", "value"), TEXTS)
 def test_text_that_means_something(name: str, value: Any) -> None:
     assert check_engine_arguments("sglang", {name: value}) == {name: value}
+    check_files({name: value})
 
 
 @pytest.mark.parametrize("name", ["json_model_override_args", "model_loader_extra_config"])

@@ -75,7 +75,7 @@ async def test_profile(client: sglrl.Client, tmp_path: Path) -> None:
         with pytest.raises(sglrl.UsageError, match="folder must be a path"):
             await client.start_profile(wrong)
     (tmp_path / "file").touch()
-    with pytest.raises(sglrl.InvalidRequest, match="cannot be made: Not a directory"):
+    with pytest.raises(sglrl.InvalidRequest, match=r"cannot be made: \[Errno 20\] Not a directory"):
         await client.start_profile(tmp_path / "file" / "folder")
     # The failed start has left no profile.
     with pytest.raises(sglrl.InvalidRequest, match="not running"):

@@ -237,8 +237,7 @@ async def test_another_command_while_a_pause_waits(lab: Lab, instead: Any) -> No
             "in_place": (4, 2),
             "retract": (0, 6),
             "abort": (0, 0),
-            # The first pause is given up, and the second one waits for the later call too.
-            "drain": (0, 0),
+            "drain": (0, 1),
         }[instead]
         await client.resume()
     await client.abort()
@@ -248,6 +247,53 @@ async def test_another_command_while_a_pause_waits(lab: Lab, instead: Any) -> No
     for completion in made:
         check(lab, completion, again=instead == "retract")
     await lab.check()
+
+
+@pytest.mark.parametrize("inflight", ["continue", "retract", "abort", "drain"])
+async def test_an_update_while_a_pause_waits(lab: Lab, inflight: str) -> None:
+    """Only an update that drains too waits for the running calls."""
+    client = lab.client
+    calls = begin(client, 5, {**ENDLESS, "max_new_tokens": 1000})
+    await until_running(client, 4)
+    await until_grown(client)
+    pausing = asyncio.ensure_future(client.pause("drain"))
+    await asyncio.sleep(0)
+    later = begin(client, 1, SHORT)
+    report = await lab.other(inflight=inflight)
+    if inflight in ("continue", "retract"):
+        assert not pausing.done()
+    await pausing
+    made = await asyncio.gather(*calls)
+    stats = await standing(client)
+    assert (stats.running, stats.waiting) == (0, 1)
+    await client.resume()
+    made += await asyncio.gather(*later)
+    assert [c.finish_reason for c in made] == [
+        *["abort" if inflight == "abort" else "length"] * 5,
+        "length",
+    ]
+    assert [span.version for span in made[-1].versions] == [report.version]
+    for completion in made:
+        check(lab, completion, again=inflight == "retract")
+    await lab.check()
+
+
+async def test_pauses_and_resumes_at_once(lab: Lab) -> None:
+    """The engine may receive both commands in one turn of its loop."""
+    client = lab.client
+    calls = begin(client, 4, {**ENDLESS, "max_new_tokens": 300})
+    await until_running(client, 4)
+    await asyncio.gather(client.pause("retract"), client.pause("drain"))
+    assert (await standing(client)).waiting == 4
+    await asyncio.gather(client.resume(), client.pause("drain"))
+    made = await asyncio.gather(*calls)
+    assert {c.finish_reason for c in made} == {"length"}
+    (later,) = begin(client, 1, SHORT)
+    assert (await standing(client)).running == 0
+    assert not later.done()
+    await client.resume()
+    for completion in [*made, await later]:
+        check(lab, completion)
 
 
 @pytest.mark.parametrize("before", ["in_place", "retract"])

@@ -188,6 +188,27 @@ async def test_tensors_of_a_pause_become_live_together(lab: Lab, trainer: Traine
     await lab.check()
 
 
+async def test_a_resume_while_a_pause_waits(lab: Lab, trainer: Trainer) -> None:
+    """Weights are not held afterwards."""
+    client = lab.client
+    made = asyncio.ensure_future(
+        client.generate(input_ids=[5, 6], max_new_tokens=1900, ignore_eos=True)
+    )
+    await until_running(client, 1)
+    pausing = asyncio.ensure_future(trainer.http.post("/pause?mode=wait"))
+    async with asyncio.timeout(60):
+        while not any(stats.engine.draining for stats in await client.stats()):
+            pass
+    assert (await trainer.http.post("/resume")).json() == {"status": "resumed"}
+    assert (await pausing).json() == {"status": "paused"}
+    await client.abort()
+    await made
+    answer = await trainer.update(weights_of(lab, 1))
+    assert answer.json()["message"] == "the weights are version 1"
+    recorded(lab, 1, 1)
+    await lab.check()
+
+
 @pytest.mark.parametrize("abort", [False, True])
 async def test_running_requests(lab: Lab, trainer: Trainer, abort: bool) -> None:
     # The update must come before the end of a request that it aborts.

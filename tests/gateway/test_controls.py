@@ -72,7 +72,7 @@ async def test_what_engines_report(client: sglrl.Client, http: httpx.AsyncClient
         ("/pause_generation", {"mode": "in_place"}, "/continue_generation"),
         ("/pause_generation", {"mode": "retract"}, "/continue_generation"),
         ("/pause?mode=keep", None, "/resume"),
-        ("/pause?mode=keep&clear_cache=false", None, "/resume"),
+        ("/pause?mode=keep&clear_cache=False", None, "/resume"),
     ],
 )
 async def test_a_pause(
@@ -124,24 +124,31 @@ async def test_a_pause_that_aborts(
         assert (await turn).json()["usage"]["completion_tokens"] == 1000
 
 
-ABORTS = [("/pause_generation", "/generate"), ("/pause", "/v1/chat/completions")]
+MESSAGES: dict[str, Any] = {"model": "tiny", "messages": TEXT, "max_tokens": 3000}
+ABORTS = {
+    "/generate": ({"input_ids": [5], "sampling_params": {"max_new_tokens": 3000}}, '"abort"'),
+    "/v1/chat/completions": (MESSAGES, '"abort"'),
+    "/v1/messages": (MESSAGES, '"pause_turn"'),
+    "/v1/responses": ({"input": TEXT, "max_output_tokens": 3000}, '"status":"incomplete"'),
+}
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("pause", "path"), ABORTS)
+@pytest.mark.parametrize("path", ABORTS)
 async def test_a_pause_that_aborts_requests_without_a_session(
-    client: sglrl.Client, http: httpx.AsyncClient, pause: str, path: str, stream: bool
+    client: sglrl.Client, http: httpx.AsyncClient, path: str, stream: bool
 ) -> None:
-    body = SLOW if path == "/generate" else {"messages": TEXT, "max_tokens": 1000}
+    body, end = ABORTS[path]
     turns = [asyncio.ensure_future(http.post(path, json={**body, "stream": stream}))]
     await until_running(client, 1)
-    turns.append(asyncio.ensure_future(client.generate(input_ids=[5], max_new_tokens=1000)))
+    turns.append(asyncio.ensure_future(client.generate(input_ids=[5], max_new_tokens=3000)))
     await until_running(client, 2)
+    pause = "/pause_generation" if path == "/generate" else "/pause"
     assert (await http.post(pause)).status_code == 200
     # The answers come while the engines are paused.
     answer, completion = await asyncio.gather(*turns)
     assert completion.finish_reason == "abort"
-    assert '"abort"' in answer.text
+    assert end in answer.text.replace(" ", "")
     assert (await http.post("/resume")).status_code == 200
 
 
@@ -151,7 +158,7 @@ async def test_what_is_rejected(gateway: Any, http: httpx.AsyncClient) -> None:
         ("/release_memory_occupation", "the field 'mode' is not supported"),
         ("/pause?mode=x", "mode must be one of ['abort', 'keep', 'wait'], got 'x'"),
         ("/pause?seconds=1", "'seconds' is not supported"),
-        ("/pause?clear_cache=x", "clear_cache must be one of ['true', 'false'], got 'x'"),
+        ("/pause?clear_cache=x", "clear_cache must be one of ['true', '1', 'false', '0'], got 'x'"),
         ("/pause_generation", "Invalid enum value 'x'"),
     ):
         answer = await http.post(path, json={"mode": "x"})

@@ -55,7 +55,7 @@ from .tracked_request import MASKS_TOO_LARGE, TrackedRequest, Versions
 logger = logging.getLogger("sglrl.worker")
 
 _DRAIN_WAIT = 0.05
-"""Seconds. Poll interval while an update waits for a paused engine.
+"""Seconds. Poll interval while an update or a sleep waits for a paused engine.
 
 No message reports that the driver has given up this update.
 """
@@ -231,7 +231,7 @@ class Adapter(RequestTable):
         return found
 
     def stats(self) -> EngineStats:
-        return engine_stats(self, self.draining.waiting is not None)
+        return engine_stats(self, self.draining.drains)
 
     def info(self) -> EngineInfo:
         return engine_info(self.scheduler, self.accelerations, self.lora.limits)
@@ -242,7 +242,7 @@ class Adapter(RequestTable):
         """Return the requests that arrived since the last scheduler step, as SGLang's types."""
         commands = self.draining.commands
         commands.await_expected(self.scheduler)
-        if self.scheduler.sglrl_paused and not (self.flushes or commands):
+        if self.scheduler.sglrl_paused and not (self.flushes or commands or self.draining.pausing):
             # Without this wait SGLang's loop would spin.
             self.mailbox.flush()
             self.mailbox.wait(IDLE_WAIT if self.draining.waiting is None else _DRAIN_WAIT)

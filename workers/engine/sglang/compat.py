@@ -43,7 +43,7 @@ def checked_arguments(args: dict[str, Any], gpu_id: int) -> ServerArgs:
         getattr(server_args, "resolve_once", lambda: None)()
         _set_envs_and_config(server_args)
         server_args.check_server_args()
-    except (AssertionError, ValueError, RuntimeError) as error:
+    except (AssertionError, ValueError, NotImplementedError) as error:
         raise UsageError(f"SGLang rejects its arguments: {error}") from error
     finally:
         # SGLang's handler kills the whole process tree.

@@ -8,22 +8,23 @@ from typing import Any
 from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
 
 from .aborts import Aborts
-from .commands import ABOUT_REQUESTS, PauseCommand, SleepCommand
+from .commands import ABOUT_REQUESTS, PauseCommand, SleepCommand, WeightCommand
 from .request_table import RequestTable
-from .weight_commands import Command, WeightCommands
+from .weight_commands import WeightCommands
 
 
 class Draining:
-    """Puts commands between the requests. True while there is a command.
+    """Puts commands between the requests. True while there is a command, or a request held back.
 
     Args:
         slept: ``slept(command, "")`` answers the call of a sleep command that was given up.
-        paused: does so for a pause.
+        paused: answers the call of a pause that was given up.
 
     Attributes:
         commands: the commands that the scheduler has not executed.
         waiting: the command that waits until the running requests have finished, or None. New
             requests are held back until then.
+        pausing: the pause that does so, or None. Other commands go before it.
     """
 
     def __init__(
@@ -36,72 +37,88 @@ class Draining:
         self._table = table
         self._aborts = aborts
         self.commands = WeightCommands(table.mailbox.wake)
-        self.waiting: Command | None = None
+        self.waiting: WeightCommand | SleepCommand | None = None
+        self.pausing: PauseCommand | None = None
         self._slept = slept
         self._paused = paused
-        self._newest_sleep: SleepCommand | None = None
-        self._newest_pause: PauseCommand | None = None
+        self._newest: SleepCommand | None = None
 
     def sleep(self, command: SleepCommand) -> None:
         """Add a sleep command. An earlier one that waits is given up for it."""
-        self._newest_sleep = command
+        self._newest = command
         self.commands.put(command)
 
     def pause(self, command: PauseCommand) -> None:
         """Add a command that pauses or resumes. An earlier one that waits is given up for it."""
-        self._newest_pause = command
+        if self.pausing is not None:
+            self._paused(self.pausing)
+            self.pausing = None
         if command.mode == "drain":
-            self.commands.put(command)
+            self.pausing = command
         else:
             self._table.incoming.append(command)
 
+    @property
+    def drains(self) -> bool:
+        """Whether new requests are held back until the running ones have finished."""
+        return self.waiting is not None or self.pausing is not None
+
     def __bool__(self) -> bool:
-        return bool(self.commands) or self.waiting is not None
+        return bool(self.commands) or self.drains or bool(self._table.held_back)
 
     def ordered(self, incoming: list[Any]) -> list[Any]:
         """Append the next command to the requests, or hold them back."""
         if self.waiting is not None and self._given_up(self.waiting):
             self.waiting = None
-            back, self._table.held_back = self._table.held_back, []
-            return [*back, *incoming]
-        if self.waiting is None:
-            command = self.commands.pop()
-            if self._given_up(command):
-                return incoming
-            inflight = self._inflight(command)
-            if inflight == "abort":
-                fresh = {r.rid for r in incoming if isinstance(r, TokenizedGenerateReqInput)}
-                # A score has no partial result. It is computed again; the command does not wait.
-                return [*incoming, *self._aborts.running(fresh, "back"), command]
-            if inflight != "drain":
-                return [*incoming, command]
-            self.waiting = command
+        commands = self._next(incoming) if self.waiting is None and self.commands else []
+        if not self.drains:
+            return [*self._released(), *incoming, *commands]
         requests = (TokenizedGenerateReqInput, *ABOUT_REQUESTS)
         self._table.held_back += [r for r in incoming if isinstance(r, requests)]
-        passed = [r for r in incoming if not isinstance(r, requests)]
-        if passed or not self._table.scheduler.is_fully_idle():
+        passed = [*(r for r in incoming if not isinstance(r, requests)), *commands]
+        scheduler = self._table.scheduler
+        if self.pausing is not None and scheduler.sglrl_paused and not passed:
+            # No request finishes in a paused engine.
+            return self._pause()
+        if passed or not scheduler.is_fully_idle():
             return passed
+        if self.waiting is None:
+            return self._pause()
         command, self.waiting = self.waiting, None
-        back, self._table.held_back = self._table.held_back, []
         # SGLang only queues these requests before the command. Their prefill uses the new weights.
-        return [*back, command]
+        return [*self._released(), command]
 
-    def _inflight(self, command: Command) -> str:
-        if not isinstance(command, PauseCommand):
-            return command.inflight
-        # In an engine that is paused, no request finishes.
-        return "continue" if self._table.scheduler.sglrl_paused else command.mode
+    def _next(self, incoming: list[Any]) -> list[Any]:
+        """Return the next command and what goes before it. It is ``waiting`` if it drains."""
+        command = self.commands.pop()
+        if self._given_up(command):
+            return []
+        if command.inflight == "drain":
+            self.waiting = command
+            return []
+        if command.inflight != "abort":
+            return [command]
+        unsent = [*self._table.held_back, *incoming]
+        fresh = {r.rid for r in unsent if isinstance(r, TokenizedGenerateReqInput)}
+        # A score has no partial result. It is computed again; the command does not wait.
+        return [*self._aborts.running(fresh, "back"), command]
 
-    def _given_up(self, command: Command) -> bool:
+    def _pause(self) -> list[Any]:
+        command, self.pausing = self.pausing, None
+        return [*self._released(), command]
+
+    def _released(self) -> list[Any]:
+        """Return the requests that were held back, unless another command drains."""
+        if self.drains:
+            return []
+        back, self._table.held_back = self._table.held_back, []
+        return back
+
+    def _given_up(self, command: WeightCommand | SleepCommand) -> bool:
         if isinstance(command, SleepCommand):
-            if command is self._newest_sleep:
+            if command is self._newest:
                 return False
             self._slept(command, "")
-            return True
-        if isinstance(command, PauseCommand):
-            if command is self._newest_pause:
-                return False
-            self._paused(command)
             return True
         weights = self._table.scheduler.sglrl_weights
         assert weights is not None

@@ -53,8 +53,8 @@ class Profiling:
         # SGLang would make it only to write the traces, and its scheduler would end with the error.
         try:
             os.makedirs(args.folder, exist_ok=True)
-        except OSError as error:
-            raise InvalidRequest(f"{args.folder} cannot be made: {error.strerror}") from None
+        except (OSError, ValueError) as error:
+            raise InvalidRequest(f"the folder cannot be made: {error}") from None
         if not os.access(args.folder, os.W_OK):
             raise InvalidRequest(f"{args.folder} cannot be written")
         self._folder = args.folder

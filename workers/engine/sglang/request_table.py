@@ -17,7 +17,7 @@ class RequestTable:
         scheduler: the ``SglrlScheduler``. It is set once the scheduler is built.
         requests: all unfinished requests, by the id of the call.
         incoming: what SGLang receives at the begin of its next turn.
-        held_back: what SGLang receives when a weight command no longer drains.
+        held_back: what SGLang receives when no command drains any more. See ``Draining``.
         cancelled: ids of requests that the driver has cancelled, and SGLang has received.
         returned: ids of requests that return their tokens so far.
         begun: time of ``time.monotonic`` at which the engine was ready.

@@ -1,4 +1,4 @@
-"""Commands that wait for their turn on their way to the scheduler's loop, from any thread."""
+"""Weight and sleep commands on their way to the scheduler's loop, from any thread."""
 
 from __future__ import annotations
 
@@ -8,9 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from .commands import PauseCommand, SleepCommand, WeightCommand
-
-Command = WeightCommand | SleepCommand | PauseCommand
+from .commands import SleepCommand, WeightCommand
 
 _LAUNCH_SECONDS = 0.0015
 """Upper bound of the time that launching a step on the GPU takes."""
@@ -32,7 +30,7 @@ class WeightCommands:
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._wake = wake
-        self._commands: deque[Command] = deque()
+        self._commands: deque[WeightCommand | SleepCommand] = deque()
         self._expected = threading.Event()
         self._arrived = threading.Event()
         self._due: float | None = None
@@ -41,13 +39,13 @@ class WeightCommands:
     def __bool__(self) -> bool:
         return bool(self._commands)
 
-    def put(self, command: Command) -> None:
+    def put(self, command: WeightCommand | SleepCommand) -> None:
         """Add a command. Called from any thread."""
         self._commands.append(command)
         self._arrived.set()
         self._wake()
 
-    def pop(self) -> Command:
+    def pop(self) -> WeightCommand | SleepCommand:
         """Return the next command."""
         return self._commands.popleft()
 
