@@ -28,7 +28,7 @@ def serve(
         list[str] | None,
         typer.Option(
             help="Of the model, for clients; may be repeated.",
-            show_default="MODEL, or its last folder",
+            show_default="MODEL, or the last part of its path if it is a folder",
         ),
     ] = None,
     api_key: Annotated[

@@ -106,7 +106,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1, True]}, "bool"),
     ({"input_ids": np.array([True])}, "integers"),
     ({"input_ids": [1.0]}, "integers"),
-    ({"input_ids": "text"}, "prompt"),
+    ({"input_ids": "text"}, "client.tokenizer"),
     ({"input_ids": [1] * 64}, "64 tokens.*63.*64"),
     ({"input_ids": [1], "max_new_tokens": 0}, "at least 1"),
     ({"input_ids": [1], "max_new_tokens": -5}, "at least 1"),
