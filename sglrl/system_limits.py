@@ -6,9 +6,11 @@ Each error names the limit and tells the user what to do.
 from __future__ import annotations
 
 import errno
+import os
 import resource
 import sys
 import threading
+import time
 from pathlib import Path
 
 from .errors import WorkerStartError
@@ -81,8 +83,14 @@ def check_threads(count: int) -> None:
             started.append(thread)
     finally:
         end.set()
+        until = time.monotonic() + 1.0
         for thread in started:
             thread.join()
+            # A thread counts until the kernel has removed it, a moment after its end.
+            while (
+                os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < until
+            ):
+                os.sched_yield()
 
 
 def explain(error: BaseException) -> None:

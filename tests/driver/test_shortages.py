@@ -133,3 +133,16 @@ def test_no_more_processes() -> None:
         assert f"killed by signal {signal.SIGABRT.value}" not in out
     assert processes > 6
     assert out == "made [7]\n"
+
+
+def test_the_threads_of_a_check_are_gone_when_it_returns() -> None:
+    """They would count while a library starts its own threads."""
+    program = """
+        import os
+        from sglrl.system_limits import check_threads
+
+        for _ in range(1000):
+            check_threads(4)
+            assert len(os.listdir("/proc/self/task")) == 1
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program)], check=True, timeout=60)
