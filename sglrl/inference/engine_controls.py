@@ -21,9 +21,8 @@ from ..driver.gathering import submit_all
 from ..driver.port import PoolPort
 from ..errors import Closed, InvalidRequest, UsageError, WorkerLost
 from ..wire.codec import encode
-from ..wire.engine import EngineStats, TensorValue, TokenChunk
+from ..wire.engine import PAUSE_MODES, EngineStats, TensorValue, TokenChunk
 
-_MODES: Final = ("in_place", "retract", "abort", "drain")
 _FIRST: Final = 1 << 62
 """Priority of control calls, which are sent to a worker before all other calls."""
 
@@ -118,8 +117,8 @@ class PoolPausing(DriverListener):
         self._pool.driver.add_listener(self)
 
     async def pause(self, mode: str, timeout: float | None) -> None:
-        if mode not in _MODES:
-            raise UsageError(f"mode must be one of {_MODES}, got {mode!r:.200}")
+        if mode not in PAUSE_MODES:
+            raise UsageError(f"mode must be one of {PAUSE_MODES}, got {mode!r:.200}")
         check_timeout(timeout)
         before, self._paused = self._paused, True
         try:

@@ -189,6 +189,10 @@ class NextTokenArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     lora: str = ""
 
 
+PAUSE_MODES = ("in_place", "retract", "abort", "drain")
+"""See ``Client.pause``."""
+
+
 class PauseArgs(msgspec.Struct, array_like=True, frozen=True):
     """Arguments of ``pause``. ``mode``: see ``Client.pause``."""
 

@@ -117,6 +117,9 @@ class Orders(RuleBasedStateMachine):
             and one.inflight != "drain"
             and self.draining.waiting is None
         ]
+        # A pause that waits alone in a paused engine is executed at once.
+        stands = self.paused or self.asleep
+        alone = stands and not self.table.incoming and not self.draining.commands
         incoming, self.table.incoming = self.table.incoming, []
         if self.draining:
             incoming = self.draining.ordered(incoming)
@@ -132,6 +135,9 @@ class Orders(RuleBasedStateMachine):
                 self.execute(one)
             self.show()
         assert set(due) <= set(self.updates)
+        assert self.draining.drains or not self.table.held_back
+        if alone:
+            assert self.draining.pausing is None
         if self.paused or self.asleep:
             return
         for rid in [*self.running]:
@@ -156,7 +162,7 @@ class Orders(RuleBasedStateMachine):
                 self.updates.append(command.update)
 
     def started(self, command: Any) -> list[str]:
-        """The requests with steps behind them: SGLang queues those that come with a command."""
+        """Return the requests that have made a step. Others are only queued before the command."""
         return [rid for rid, left in self.running.items() if left < int(rid.partition("-")[2])]
 
     @invariant()
@@ -179,7 +185,7 @@ class Orders(RuleBasedStateMachine):
 
 def main() -> None:
     draining.TokenizedGenerateReqInput = Request  # type: ignore[attr-defined]
-    limits = settings(max_examples=300, stateful_step_count=30, deadline=None, database=None)
+    limits = settings(max_examples=1000, stateful_step_count=30, deadline=None, database=None)
     run_state_machine_as_test(Orders, settings=limits)
     print(json.dumps("ok"))
 

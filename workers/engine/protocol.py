@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from sglrl.errors import InvalidRequest
 from sglrl.wire.adapters import LoraCommit, LoraKeep, LoraPart, LoraPrepare
 from sglrl.wire.engine import (
+    PAUSE_MODES,
     SLEEP_TAGS,
     EngineInfo,
     EngineStats,
@@ -34,9 +35,6 @@ def check_given(token_ids: Collection[int], vocab_size: int) -> None:
     """Raise ``InvalidRequest`` unless the token ids are in the vocabulary."""
     if not all(0 <= token < vocab_size for token in token_ids):
         raise InvalidRequest(f"token_ids_logprob is outside the {vocab_size} tokens")
-
-
-PAUSE_MODES = ("in_place", "retract", "abort", "drain")
 
 
 def check_mode(mode: str) -> None:
