@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from numbers import Real
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 from msgspec.structs import force_setattr
@@ -145,7 +145,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
         heartbeat_timeout: a TCP connection is broken when nothing arrives for this time; None: no
             heartbeats.
         log_dir: folder that keeps the logs of all workers; None: see ``driver/worker_logs.py``.
-        keep_weights: each host keeps the current weights in memory for replacements.
+        keep_weights: which hosts keep the current weights in memory for replacements: "auto", while
+            only one worker has them; "host", each host with workers; None, no host.
     """
 
     address: str = "ipc"
@@ -159,7 +160,7 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
     hang_timeout: float | None = None
     heartbeat_timeout: float | None = HEARTBEAT_TIMEOUT
     log_dir: str | None = None
-    keep_weights: bool = False
+    keep_weights: Literal["auto", "host"] | None = None
 
     def __post_init__(self) -> None:
         timeout: object = self.hang_timeout

@@ -24,7 +24,8 @@
     │   └── UpdateInProgress           another update or copy is running; the new one did not start
     ├── WorkerError
     │   ├── WorkerStartError           a worker exited or failed before it was ready
-    │   └── WorkerLost                 a worker was lost while it held the call
+    │   ├── WorkerLost                 a worker was lost while it held the call
+    │   └── WeightsLost                no process has the current weights; send them again
     ├── ProtocolError                  a peer sent a message that is not part of the protocol
     └── Closed                         the pool, client or stream is already closed
 
@@ -59,6 +60,7 @@ __all__ = [
     "UpdateInProgress",
     "UsageError",
     "WeightUpdateError",
+    "WeightsLost",
     "WorkerError",
     "WorkerLost",
     "WorkerStartError",
@@ -267,6 +269,13 @@ class WorkerLost(WorkerError):
     """A worker was lost while it held the call, and no other worker could continue the call."""
 
 
+class WeightsLost(WorkerError):
+    """Every process that had the current weights was lost, so no worker accepts calls.
+
+    The workers accept calls again after the next update of all weights.
+    """
+
+
 class ProtocolError(SglrlError):
     """A peer sent frames that are not part of the protocol, or of another version of it."""
 
@@ -298,7 +307,15 @@ DRIVER_ERRORS: Final[dict[str, type[SglrlError]]] = {
     **WIRE_ERRORS,
     **{
         cls.__name__: cls
-        for cls in (Closed, DeadlineExceeded, ModelError, Overloaded, ProtocolError, WorkerLost)
+        for cls in (
+            Closed,
+            DeadlineExceeded,
+            ModelError,
+            Overloaded,
+            ProtocolError,
+            WeightsLost,
+            WorkerLost,
+        )
     },
 }
 """Errors that a driver may send by name to a client in another process."""

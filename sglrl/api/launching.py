@@ -81,7 +81,7 @@ def launch(
     env: Mapping[str, str] | None = None,
     gpus: Sequence[int] | None = None,
     weight_device: Any = None,
-    keep_weights: Literal["host"] | None = None,
+    keep_weights: Literal["auto", "host"] | None = "auto",
     engine: str = "sglang",
     accelerations: bool | Sequence[str] = True,
     deterministic: bool = False,
@@ -152,12 +152,12 @@ def launch(
             first on. With ``gpus=[1, 2, 3]``, GPU 0 stays free for a trainer.
         weight_device: the device from which this process will send weights ("cuda:0", "cpu"). The
             group for weight updates is then formed at the start, not at the first update.
-        keep_weights: "host": after each update, one worker on each host copies its weights to the
-            host's memory. A replacement that finds no other worker with the current weights on its
-            host loads this copy, so a single replica continues without the trainer. Needs as much
-            memory as the model has, on each host; where there is too little, a warning says so.
-            None: such a replacement gets its weights from another host, reads the files of
-            ``update_weights_from_disk`` again, or waits for the next update.
+        keep_weights: which hosts keep the current weights in their memory, where the replacement of
+            a lost worker finds them. "auto": the host of a worker that is the only one with these
+            weights. So a single replica continues after a crash without the trainer, and
+            ``update_weights`` returns after the copy is complete. "host": one worker on each host
+            copies its weights. None: no host. A copy needs as much memory as the model has; where
+            there is too little, a warning says so.
         engine: "sglang", or "fake": a deterministic engine without torch, for tests.
         accelerations: sglrl's faster replacements for parts of SGLang. True: all that fit; False:
             none; or a list of names from ``sglrl doctor``. An acceleration stays off if it does not
@@ -220,8 +220,8 @@ def launch(
     if timeout == 0:
         raise UsageError(f"timeout must be more than 0 seconds, got {timeout}")
     flag("deterministic", deterministic)
-    if keep_weights not in (None, "host"):
-        raise UsageError(f"keep_weights must be 'host' or None, got {keep_weights!r}")
+    if keep_weights not in ("auto", "host", None):
+        raise UsageError(f"keep_weights must be 'auto', 'host' or None, got {keep_weights!r}")
     if engine not in ("sglang", "fake"):
         raise UsageError(f"unknown engine {engine!r}; known: sglang, fake")
     fabric = FabricConfig(
@@ -264,10 +264,10 @@ def launch(
         _check_device(device)
         if device == "cuda" or gpus is not None or tp_size > 1:
             raise UsageError("engine='fake' has no use for GPUs: no device='cuda', gpus=, tp_size=")
-        if accelerations is not True or allow_unknown_sglang or keep_weights:
+        if accelerations is not True or allow_unknown_sglang or keep_weights == "host":
             raise UsageError(
                 "engine='fake' is not SGLang: no accelerations=, allow_unknown_sglang=, "
-                "keep_weights="
+                "keep_weights='host'"
             )
         groups = [None] * replicas
         engine_args.setdefault("vocab_size", 1 << 17)
@@ -324,7 +324,7 @@ def launch(
         hang_timeout=hang_timeout,
         heartbeat_timeout=heartbeat_timeout,
         log_dir=path_of("log_dir", log_dir),
-        keep_weights=keep_weights is not None,
+        keep_weights=keep_weights,
     )
     launcher: Launcher
     if machines is None:

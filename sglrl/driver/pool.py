@@ -80,7 +80,7 @@ class Pool:
         self.outer_address = ""
         """Address at which other processes can reach the driver."""
         self.weights = WeightChannel(
-            self.expel, self._is_up, host=launcher.host, keeps=config.keep_weights
+            self.expel, self._is_up, host=launcher.host, keep=config.keep_weights
         )
         self._supervisor = Supervisor(self._processes, self.weights, config, self._progress.show)
 

@@ -346,9 +346,13 @@ class Supervisor(DriverListener):
     # --- weights ----------------------------------------------------------------------------------
 
     def _sync_stale(self) -> None:
-        """Send the current weights to stale workers, now that a worker has them."""
+        """Let workers serve that have the current weights now. Send them to other stale workers."""
         for worker in list(self.workers.values()):
-            if self._driver.fabric.members[worker.index].state is STALE:
+            state = self._driver.fabric.members[worker.index].state
+            if state in (STALE, SYNCING) and self._weights.is_current(worker.index):
+                self._driver.serve(worker.index)
+                worker.settled.set()
+            elif state is STALE:
                 self._driver.set_syncing(worker.index, stale=False)
                 self.run(self._sync(worker))
 
@@ -360,7 +364,7 @@ class Supervisor(DriverListener):
             return worker.lost or worker.breaks > breaks
 
         def serve() -> None:
-            if not is_gone():
+            if not is_gone() and self._driver.fabric.members[index].state is SYNCING:
                 self._driver.serve(index)
 
         try:

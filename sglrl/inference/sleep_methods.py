@@ -47,6 +47,8 @@ class SleepMethods(ClientBase):
             DeadlineExceeded: an engine does not sleep yet. Call ``wake``, or ``sleep`` again.
             UpdateInProgress: an update or copy of the weights was still running. This call has
                 changed nothing.
+            WeightsLost: a worker waits for the next update, because no process has the current
+                weights any more. This call has changed nothing.
             EngineError: a host has too little memory to keep the weights. Call ``wake``.
         """
         self._running(urgent=True)

@@ -13,7 +13,7 @@ from ..config import check_timeout
 from ..core.driver_listener import DriverListener
 from ..core.members import DRAINING, STALE, STARTING, SYNCING
 from ..driver.driver import Driver
-from ..errors import DeadlineExceeded, UsageError
+from ..errors import DeadlineExceeded, UsageError, WeightsLost
 from ..weights.channel import WeightChannel
 from ..weights.deadline import Deadline
 from ..wire.engine import SLEEP_TAGS, EngineInfo
@@ -186,16 +186,21 @@ class PoolSleeping(DriverListener):
         driver = self._pool.driver
         try:
             async with deadline.limit():
-                while others := [
-                    f"{m.index} is {m.state}"
+                while others := {
+                    m.index: m.state
                     for m in driver.fabric.members.values()
                     if m.state in (STARTING, SYNCING, STALE, DRAINING)
-                ]:
+                }:
+                    if set(others.values()) == {STALE}:
+                        raise WeightsLost(
+                            f"workers {[*others]} wait for weights that no process has any more; "
+                            "call update_weights with all weights, then sleep; nothing has changed"
+                        )
                     await driver.change()
         except TimeoutError:
+            waiting = ", ".join(f"{index} is {state}" for index, state in others.items())
             raise DeadlineExceeded(
-                f"not every worker can sleep after {deadline}: {', '.join(others)}; nothing has "
-                "changed"
+                f"not every worker can sleep after {deadline}: {waiting}; nothing has changed"
             ) from None
 
 

@@ -13,6 +13,7 @@ from .config import RolloutConfig
 from .dataset import Items
 from .failures import FailurePolicy
 from .group import Group
+from .lost_weights import UnlessWeightsLost
 from .metrics import MetricsRecorder
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ class Delivery:
         loop = asyncio.get_running_loop()
         hint = loop.call_later(_HINT_SECONDS, self._hint)
         try:
-            async with asyncio.timeout(timeout) as limit:
+            async with UnlessWeightsLost(self._client), asyncio.timeout(timeout) as limit:
                 while not self._closed and not self._take_ready(n):
                     if self._failure is not None:
                         raise self._failure
@@ -134,15 +135,6 @@ class Delivery:
     def _hint(self) -> None:
         """Warn if a waiting consumer waits for new weights, because it may not know this."""
         plan = self._plan
-        states = [worker.state for worker in self._client.workers]
-        if "stale" in states and "ready" not in states:
-            logger.warning(
-                "a rollout waits for new weights: no worker serves, and no worker could send the "
-                "replacements (%d) the weights of version %d; they serve after the next "
-                "update_weights, which needs no groups",
-                states.count("stale"),
-                plan.version,
-            )
         bounded = plan.max_staleness is not None and not plan.may_begin()
         if bounded and not plan.running and len(plan.ready) < plan.ahead:
             logger.warning(

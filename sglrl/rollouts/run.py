@@ -282,6 +282,7 @@ class Rollout:
         """Yield lists of ``batch_size`` groups. The last list may be shorter.
 
         Raises:
+            WeightsLost: see ``take``. Another ``batches()`` continues where this one ended.
             UsageError: the run has no ``batch_size``, or was not entered with ``async with``.
         """
         if self.batch_size is None:
@@ -299,6 +300,8 @@ class Rollout:
         Raises:
             DeadlineExceeded: fewer than ``n`` groups were ready within ``timeout`` seconds. With
                 ``max_staleness``, new groups need new weights now and then.
+            WeightsLost: every process that had the current weights was lost. The run continues
+                after an update of all weights.
             Exception: raised by the agent, with on_error="raise".
             UsageError: the run has not begun.
         """
@@ -321,6 +324,8 @@ class Rollout:
 
         Raises:
             DeadlineExceeded: turns still run after ``timeout`` seconds. The run stays paused.
+            WeightsLost: turns still run, and every process that had the current weights was lost.
+                The run stays paused.
             UsageError: ``resume`` was called before the turns had ended.
         """
         check_timeout(timeout)

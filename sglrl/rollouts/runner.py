@@ -21,6 +21,7 @@ from .config import RolloutConfig
 from .dataset import Items
 from .delivery import Delivery
 from .failures import FailurePolicy
+from .lost_weights import UnlessWeightsLost
 from .metrics import MetricsRecorder
 from .progress import RolloutProgress
 from .sample_limit import SampleLimit
@@ -135,7 +136,7 @@ class Runner:
         """See ``Rollout.pause``."""
         host = self._host
         try:
-            async with asyncio.timeout(timeout):
+            async with UnlessWeightsLost(self._client), asyncio.timeout(timeout):
                 paused = await host.pause()
         except TimeoutError:
             count = "" if host.turns_running is None else f"{host.turns_running} "

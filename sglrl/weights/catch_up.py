@@ -50,6 +50,12 @@ class CatchUp:
         """Record the last update of the pool."""
         self._folder = request if request.folder and not request.partial else None
 
+    def has(self, version: int) -> bool:
+        """Return whether a worker could get this version without another worker."""
+        return self._kept.is_kept(version) or (
+            self._folder is not None and _is_there(self._folder, version)
+        )
+
     async def bring(
         self, receivers: Sequence[Rank], holders: Sequence[Rank], version: int, deadline: Deadline
     ) -> bool:

@@ -43,6 +43,8 @@ class Kept:
         self._host = host
         self._versions: dict[str, int] = {}
         """The version that each host keeps."""
+        self._refusals: set[tuple[int, str]] = set()
+        """Workers with errors that were logged. Later updates often have the same errors."""
         self.sizes: dict[int, int] = {}
 
     async def keep(self, holders: Sequence[Rank], version: int, deadline: Deadline) -> None:
@@ -75,7 +77,10 @@ class Kept:
                     ranks, lambda id_: KeepWeights(id_, version), _size, deadline
                 )
             except SglrlError as error:
-                logger.warning("worker %d could not keep its weights: %s", worker, error)
+                refusal = worker, str(error)
+                level = logging.DEBUG if refusal in self._refusals else logging.WARNING
+                self._refusals.add(refusal)
+                logger.log(level, "worker %d could not keep its weights: %s", worker, error)
                 continue
             self.sizes[worker] = sum(sizes)
             self._versions[host] = version
@@ -95,6 +100,10 @@ class Kept:
     def keeps(self, host: str, version: int) -> bool:
         """Return whether a host keeps this version."""
         return self._versions.get(host) == version
+
+    def is_kept(self, version: int) -> bool:
+        """Return whether any host keeps this version."""
+        return version in self._versions.values()
 
     async def restore(self, receivers: Sequence[Rank], version: int, deadline: Deadline) -> bool:
         """Load the kept weights into all ranks of a worker. The caller holds the lock of updates.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from ..core.driver_listener import DriverListener
@@ -138,17 +138,29 @@ class Ranks:
         """
         if not self._has_weights:
             raise UsageError("this engine has no weights to update: engine='sglang' has")
-        driver = self._driver
         try:
             async with deadline.limit():
-                while not (ranks := self.up):
-                    if driver is None or not driver.fabric.alive:
-                        raise WorkerLost("no worker is left")
-                    await driver.change()
+                ranks = await self.some_up()
         except TimeoutError:
             raise WeightUpdateError(f"no worker was up within {deadline}") from None
         await all_said_hello(ranks, deadline)
         return [rank for rank in ranks if not rank.lost]
+
+    async def some_up(self) -> list[Rank]:
+        """Wait until a worker is up, and return every rank of every worker that is up.
+
+        The wait has no deadline of its own. It ends because the pool limits the time of a
+        replacement's start and the number of replacements.
+
+        Raises:
+            WorkerLost: no worker is left.
+        """
+        driver = self._driver
+        while not (ranks := self.up):
+            if driver is None or not driver.fabric.alive:
+                raise WorkerLost("no worker is left")
+            await driver.change()
+        return ranks
 
 
 async def all_said_hello(ranks: Iterable[Rank], deadline: Deadline) -> None:
@@ -172,23 +184,3 @@ def check_alive(ranks: Iterable[Rank]) -> None:
 
 def lost_error(worker: int) -> WorkerLost:
     return WorkerLost(f"worker {worker} was lost", worker=worker)
-
-
-def with_version(ranks: Sequence[Rank], versions: Mapping[int, int], version: int) -> list[Rank]:
-    """Return the ranks that a partial update of ``version`` may go to.
-
-    A worker with older weights would get a mix of two policies.
-
-    Args:
-        versions: of the workers.
-
-    Raises:
-        WeightUpdateError: no worker has the weights of ``version``.
-    """
-    current = [rank for rank in ranks if versions[rank.worker] == version]
-    if ranks and not current:
-        raise WeightUpdateError(
-            f"no worker has the weights of version {version}, so a part of the weights is not "
-            "enough; send all of them"
-        )
-    return current

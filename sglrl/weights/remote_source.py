@@ -42,7 +42,8 @@ A sender stays admitted until it reports ``SenderClosed``. A crashed sender neve
 class Channel(Protocol):
     """The parts of ``WeightChannel`` that a remote source uses."""
 
-    version: int
+    @property
+    def version(self) -> int: ...
 
     async def describe(self, timeout: float | None) -> ModelDescription: ...
 

@@ -114,7 +114,7 @@ def played(test: Callable[[Replaced], Awaitable[None]]) -> Callable[[], None]:
             pool.on_lost(1)
             await test(pool)
             assert pool.asked.empty(), pool.asked.get_nowait()
-            assert not pool.channel._lock.locked()
+            assert not pool.channel._versions.lock.locked()
             assert len(pool.channel._questions) == 0
             await pool.channel.close()
 
@@ -412,7 +412,7 @@ async def test_the_time_before_a_proposal_counts(pool: Replaced) -> None:
 async def test_a_worker_is_replaced_before_an_update_begins(pool: Replaced) -> None:
     """The worker is replaced while the update waits for the engines' description."""
     pool.replace(NEW)
-    pool.channel._description = None
+    pool.channel._updates._description = None
     calls = Calls(pool)
     update = asyncio.ensure_future(calls.update(LONG))
     describe = await pool.next(0, Describe)

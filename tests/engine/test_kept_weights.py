@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
+import secrets
 import signal
+from collections.abc import Iterator
 from pathlib import Path
+from random import Random
+from typing import Any
 
 import pytest
 import torch
 
 import sglrl
 from sglrl.errors import WeightUpdateError
-from sglrl.wire.weights import KeepWeights
+from sglrl.wire.weights import Commit, KeepWeights, Prepare, Stage
 from sglrl_workers.weights import kept_weights
 from sglrl_workers.weights.kept_weights import _Contents, _Memory, _size
 
@@ -21,21 +26,8 @@ from .policies import PROMPTS, Lab, Policies
 SECONDS = 60.0
 
 
-async def kept(client: sglrl.Client) -> None:
-    """Wait until the weights of the last update are kept, or could not be."""
-    task = client._pool.weights._keeping
-    assert task is not None
-    await asyncio.wait_for(task, SECONDS)
-
-
 def kill(client: sglrl.Client) -> None:
     os.kill(client.workers[0].pid, signal.SIGKILL)
-
-
-async def until(client: sglrl.Client, state: str) -> None:
-    async with asyncio.timeout(SECONDS):
-        while client.workers[0].state != state:
-            await client._pool.driver.change()
 
 
 @pytest.mark.asyncio(loop_scope="session")
@@ -48,7 +40,6 @@ async def test_a_single_replica(models: Path) -> None:
         assert client.workers[0].kept_bytes == 0
         for version in (1, 2):
             await lab.update(version)
-            await kept(client)
             size = sum(t.nbytes for t in policies[0].model.state_dict().values())
             assert size / 2 < client.workers[0].kept_bytes < 2 * size
             async with sglrl.connect(client.address) as remote:
@@ -61,43 +52,6 @@ async def test_a_single_replica(models: Path) -> None:
                 )
                 assert made.versions == ((0, 8, version),)
                 await lab.check(PROMPTS[:2], 4)
-
-
-@pytest.mark.asyncio(loop_scope="session")
-async def test_killed_while_it_keeps_them(models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its replacement finds no complete version 2, so it waits for the next update."""
-    policies = Policies(models / "kept")
-    async with sglrl.launch(
-        policies[0].folder, device="cpu", keep_weights="host", restarts=100
-    ) as client:
-        lab = Lab(client, policies)
-        await lab.update(1)
-        await kept(client)
-        weights = client._pool.weights
-        send = weights._ranks.send
-
-        def strike(rank: object, message: object) -> None:
-            if isinstance(message, KeepWeights):
-                kill(client)
-            send(rank, message)  # type: ignore[arg-type]
-
-        with monkeypatch.context() as patched:
-            patched.setattr(weights._ranks, "send", strike)
-            await lab.update(2)
-            await kept(client)
-        await until(client, "stale")
-        # Even a driver that is mistaken cannot use the memory.
-        weights._kept._versions[""] = 2
-        kill(client)
-        await until(client, "lost")
-        await until(client, "stale")
-        assert not weights._kept.keeps("", 2)
-        await lab.update(3)
-        await kept(client)
-        kill(client)
-        await until(client, "lost")
-        await client.wait_until_full(SECONDS)
-        await lab.check(PROMPTS[:2], 4)
 
 
 def test_the_memory_holds_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +89,115 @@ def test_the_memory_holds_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_arguments_that_do_not_fit(qwen: Path) -> None:
-    with pytest.raises(sglrl.UsageError, match="keep_weights must be 'host' or None, got True"):
+    with pytest.raises(sglrl.UsageError, match="must be 'auto', 'host' or None, got True"):
         sglrl.launch(qwen, keep_weights=True)  # type: ignore[arg-type]
     with pytest.raises(sglrl.UsageError, match="keep_weights="):
         sglrl.launch("fake", engine="fake", keep_weights="host")
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_the_only_worker_dies_during_an_update(models: Path) -> None:
+    """With the defaults, the update ends well whenever its worker is killed."""
+    policies = Policies(models / "kept")
+    moments = ("before", Prepare, Stage, Commit, KeepWeights, "after")
+    async with sglrl.launch(policies[0].folder, device="cpu", restarts=100) as client:
+        lab = Lab(client, policies)
+        for version, moment in enumerate(moments, 1):
+            if moment == "before":
+                kill(client)
+            with struck_at(client, moment) as struck:
+                report = await lab.update(1 + version % 2)
+            assert struck or not isinstance(moment, type)
+            assert report.version == version
+            if moment == "after":
+                kill(client)
+            else:
+                assert client.workers[0].state == "ready"
+            made = await asyncio.wait_for(
+                client.generate(
+                    input_ids=PROMPTS[0], max_new_tokens=8, temperature=0, ignore_eos=True
+                ),
+                SECONDS,
+            )
+            assert made.versions == ((0, 8, version),), moment
+            await lab.check(PROMPTS[:2], 4)
+
+
+async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+    for _ in range(3):
+        await session.generate(max_new_tokens=10, ignore_eos=True)
+        session.observe([7, 8])
+    return float(len(session.ids))
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_training_loop_whose_only_worker_dies(models: Path) -> None:
+    """The loop of the README goes on, whenever the worker is killed in a step."""
+    seed = secrets.randbits(32)
+    print("seed", seed)
+    random = Random(seed)
+    policies = Policies(models / "kept")
+    items = [{"input_ids": PROMPTS[k % 4]} for k in range(64)]
+    async with sglrl.launch(policies[0].folder, device="cpu", restarts=100) as client:
+        lab = Lab(client, policies)
+        run = sglrl.rollout(client, agent, items, group_size=2, batch_size=2, max_staleness=1)
+        loop = asyncio.get_running_loop()
+        steps = 0
+        async with run, asyncio.timeout(2 * SECONDS):
+            async for groups in run.batches():
+                assert all(0 <= group.staleness <= 1 for group in groups)
+                if steps == 6:
+                    break
+                if steps:
+                    # From before the update to the middle of the next samples.
+                    loop.call_later(random.choice((0.0, 0.01, 0.03, 0.1, 0.3)), kill, client)
+                await lab.update(1 + steps % 2)
+                steps += 1
+        await client.wait_until_full(SECONDS)
+        await lab.check(PROMPTS[:1], 4)
+    assert steps == 6
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_a_training_loop_without_a_copy(models: Path) -> None:
+    """The consumer gets an error that tells what to do, and continues afterwards."""
+    policies = Policies(models / "kept")
+    items = [{"input_ids": PROMPTS[k % 4]} for k in range(64)]
+    async with sglrl.launch(policies[0].folder, device="cpu", keep_weights=None) as client:
+        lab = Lab(client, policies)
+        run = sglrl.rollout(client, agent, items, group_size=2, batch_size=2, max_staleness=1)
+        async with run, asyncio.timeout(2 * SECONDS):
+            taken = [group.index for group in await run.take(2)]
+            await lab.update(1)
+            kill(client)
+            with pytest.raises(sglrl.WeightsLost, match=r"version 1 any more.*update_weights"):
+                async for groups in run.batches():
+                    taken += [group.index for group in groups]
+            assert client.workers[0].state == "stale"
+            with pytest.raises(sglrl.WeightsLost):
+                await run.pause()
+            run.resume()
+            await lab.update(2)
+            assert client.workers[0].state == "ready"
+            async for groups in run.batches():
+                taken += [group.index for group in groups]
+                break
+        assert len(set(taken)) == len(taken) >= 4
+
+
+@contextlib.contextmanager
+def struck_at(client: sglrl.Client, moment: object) -> Iterator[list[object]]:
+    """Kill the worker just before a message of this type is sent to it, once."""
+    ranks = client._pool.weights._ranks
+    send = ranks.send
+    struck: list[object] = []
+
+    def strike(rank: object, message: object) -> None:
+        if isinstance(moment, type) and isinstance(message, moment) and not struck:
+            struck.append(message)
+            kill(client)
+        send(rank, message)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ranks, "send", strike)
+        yield struck

@@ -109,7 +109,7 @@ async def one_round(pool: Pool, client: Client, attack: Attack, n: int) -> None:
     )
     for at in range(ROUND):
         if at % 40 == 0:
-            run = pool.weights._run
+            run = pool.weights._updates.run
             ids = [*pool.bad_worker.held, *pool.driver.fabric.calls]
             attack.know([*ids, pool.weights._questions.last_id, 1 if run is None else run.id])
             await asyncio.sleep(0)

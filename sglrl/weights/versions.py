@@ -1,0 +1,43 @@
+"""The version of each worker's weights, and the lock under which weights change."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Final
+
+from ..errors import UsageError
+from .ranks import Rank, Ranks
+
+UNKNOWN: Final = -1
+"""The version of a worker that was away during an update, or whose weights were freed."""
+
+
+class Versions:
+    """Which worker has which version of the weights.
+
+    Attributes:
+        current: the version of the last update; 0 before the first update.
+        of: the version of every worker, by index.
+        asleep: the memory of the weights is freed or saved elsewhere.
+        lock: held by each update, copy and request for checksums.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self.current = 0
+        self.of: dict[int, int] = {}
+        self.asleep = False
+        self.lock = asyncio.Lock()
+
+    def is_current(self, worker: int) -> bool:
+        """Return whether a worker has the weights of the last update."""
+        return self.of.get(worker) == self.current
+
+    def holders(self) -> list[Rank]:
+        """Return the ranks of the workers that are up and have the current weights."""
+        return [rank for rank in self._ranks.up if self.is_current(rank.worker)]
+
+    def check_awake(self) -> None:
+        """Raise ``UsageError`` while the weights are asleep."""
+        if self.asleep:
+            raise UsageError('the weights are asleep: await client.wake(["weights"]) first')
