@@ -28,7 +28,10 @@ WANTED = {"max_new_tokens": 150, "logprobs": True, "ignore_eos": True}
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def lab(models: Path) -> AsyncIterator[Lab]:
     policies = Policies(models / "replaced")
-    async with sglrl.launch(policies[0].folder, device="cpu", replicas=2, restarts=100) as client:
+    # Without a copy in the memory of the host, a replacement depends on the other worker.
+    async with sglrl.launch(
+        policies[0].folder, device="cpu", replicas=2, restarts=100, keep_weights=None
+    ) as client:
         yield Lab(client, policies)
 
 

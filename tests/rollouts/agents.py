@@ -70,6 +70,6 @@ async def until(condition: Callable[[], Any]) -> Any:
 def new_weights(client: sglrl.Client) -> None:
     """Do what the weight channel does after an update; the fake engine has no weights."""
     weights = client._pool.weights
-    weights.version += 1
+    weights._versions.current += 1
     for listener in list(weights.on_version):
         listener()

@@ -11,7 +11,7 @@ import pytest
 
 import sglrl
 from sglrl.rl import has_signal
-from sglrl.rollouts import delivery
+from sglrl.rollouts import delivery, lost_weights
 
 from .agents import (
     ITEMS,
@@ -137,20 +137,24 @@ async def test_who_waits_for_new_weights_is_told(
         assert len(await run.take(2)) == 2
 
 
-async def test_who_waits_while_nobody_has_the_weights_is_told(
-    client: sglrl.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+async def test_a_consumer_that_waits_while_no_worker_has_the_weights(
+    client: sglrl.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(delivery, "_HINT_SECONDS", 0.05)
+    monkeypatch.setattr(lost_weights, "_CHECK_SECONDS", 0.05)
     await client.pause()
     async with sglrl.rollout(client, two_turns, ITEMS[:1], concurrency=1) as run:
         with pytest.raises(sglrl.DeadlineExceeded):
             await run.take(timeout=0.2)
-        assert "waits for new weights" not in caplog.text, "the worker serves"
-        stale = [msgspec.structs.replace(client.workers[0], state="stale")]
-        monkeypatch.setattr(sglrl.Client, "workers", stale)
-        with pytest.raises(sglrl.DeadlineExceeded):
-            await run.take(timeout=0.2)
-        assert "(1) the weights of version 0" in caplog.text
+        worker = client.workers[0]
+        for others, error in ((("retired",), True), (("lost",), False), ((), True)):
+            states = ("stale", *others)
+            workers = [msgspec.structs.replace(worker, state=state) for state in states]
+            monkeypatch.setattr(sglrl.Client, "workers", workers)
+            with pytest.raises(sglrl.WeightsLost if error else sglrl.DeadlineExceeded):
+                await run.take(timeout=None if error else 0.3)
+            with pytest.raises(sglrl.WeightsLost if error else sglrl.DeadlineExceeded):
+                await run.pause(timeout=None if error else 0.3)
+            run.resume()
         monkeypatch.undo()
         await client.resume()
         assert len(await run.take()) == 1
