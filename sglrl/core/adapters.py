@@ -52,6 +52,11 @@ def _parse(name: str) -> tuple[str, str]:
     return found[1], found[2]
 
 
+def module_of(name: str) -> str:
+    """Return the name of a tensor's module in the base model."""
+    return _parse(name)[0]
+
+
 def leaf_of(name: str) -> str:
     """Return the last part of the name of a tensor's module."""
     return _parse(name)[0].rpartition(".")[2]

@@ -38,6 +38,7 @@ from ..weights.adapter_config import AdapterConfig
 from ..weights.deadline import Deadline, turn
 from ..weights.update_report import UpdateReport
 from ..weights.update_request import UpdateRequest
+from ..weights.verification import BaseCheck
 from ..wire.adapters import LoraCommit, LoraKeep, LoraPart, LoraPrepare
 from ..wire.codec import encode
 from ..wire.engine import EngineInfo
@@ -169,6 +170,7 @@ class PoolAdapters(DriverListener):
         self._initial = initial or {}
         self._driver: Driver
         self._info: EngineInfo
+        self._base_check = BaseCheck(pool.weights)
         self._loaded: dict[str, _Loaded] = {}
         self._versions: dict[str, int] = {}
         """The last version of each name that was ever loaded."""
@@ -278,6 +280,8 @@ class PoolAdapters(DriverListener):
                 )
             found = AdapterConfig(old.info.rank, old.info.scaling)
         model = await self._model(deadline)
+        if given.base is not None and model is not None:
+            await self._base_check.check(given.base, model, deadline)
         cargo = await in_thread(load_cargo, given, found, self._info, model, request.check_finite)
         self._serial += 1
         serial = self._serial

@@ -40,14 +40,16 @@ class LoraMethods(ClientBase):
             adapter: a folder that PEFT saved (``adapter_config.json``,
                 ``adapter_model.safetensors``), a ``PeftModel``, or the adapter's tensors by PEFT's
                 names: a mapping, a TensorDict or an iterable of (name, tensor).
-            config: PEFT's ``LoraConfig``, or a mapping of its fields: ``r``, ``lora_alpha`` and
-                ``use_rslora``. The engine takes the modules from the names of the tensors. None:
-                the one of the folder or of the ``PeftModel``.
+            config: PEFT's ``LoraConfig``, or a mapping of its fields. ``r`` and ``lora_alpha`` are
+                required. The engine takes the modules from the names of the tensors, and fields
+                that select modules must select all of them. None: the one of the folder or of the
+                ``PeftModel``.
             timeout: seconds from this call until all workers must have prepared the adapter.
 
         Raises:
-            InvalidAdapter: the configuration is missing or not supported, or names, shapes or the
-                rank do not fit the engine. No worker has the adapter.
+            InvalidAdapter: the configuration is missing or not supported, names, shapes or the
+                rank do not fit the engine, or the engine would not compute the same as the
+                ``PeftModel``. No worker has the adapter.
             InvalidWeights: a value is not finite.
             UsageError: the name is in use, the engine takes no adapters, or ``max_loaded_loras``
                 are loaded.

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..core.adapters import check_adapter, leaf_of, own_name
+from ..core.adapters import check_adapter, leaf_of, module_of, own_name
 from ..errors import InvalidAdapter, UsageError
 from ..wire.engine import EngineInfo
 from ..wire.weights import ModelDescription, TensorSpec
-from .adapter_config import AdapterConfig, checked_config, saved_config, weights_file
+from .adapter_config import (
+    AdapterConfig,
+    check_modules,
+    checked_config,
+    saved_config,
+    weights_file,
+)
 from .finite import FiniteCheck
-from .tensor_source import Taken, take
+from .peft_model import is_peft_model, parts_of_peft
+from .tensor_source import Taken, take, unwrapped
 
 _PART_BYTES: Final = 16 << 20
 """Bytes of tensors in one message, unless a single tensor is larger."""
@@ -27,10 +34,14 @@ class GivenAdapter(NamedTuple):
     Attributes:
         config: None: the caller gave none.
         tensors: its tensors, or the file that holds them.
+        fields: the configuration that must select the modules of all tensors, if any.
+        base: the parameters of the model that the adapter changes, if they are known.
     """
 
     config: AdapterConfig | None
     tensors: Taken | Path
+    fields: Any = None
+    base: Taken | None = None
 
 
 def look_at(adapter: Any, config: Any = None) -> GivenAdapter:
@@ -42,17 +53,24 @@ def look_at(adapter: Any, config: Any = None) -> GivenAdapter:
             this is a folder or a ``PeftModel``.
 
     Raises:
-        InvalidAdapter: the configuration or a file is missing or wrong.
+        InvalidAdapter: the configuration or a file is missing or wrong, or an engine would not
+            compute the same as PEFT.
         UsageError: ``adapter`` or ``config`` has another type.
     """
+    adapter = unwrapped(adapter)
+    if is_peft_model(adapter):
+        own, named, base = parts_of_peft(adapter)
+        if config is not None and (given := checked_config(config)) != own:
+            raise InvalidAdapter(
+                f"config= has rank {given.rank} and scaling {given.scaling:g}, and the PeftModel "
+                f"{own.rank} and {own.scaling:g}; leave config= out"
+            )
+        return GivenAdapter(own, take(named), base=take(base))
     tensors: Taken | Path
     if isinstance(adapter, (str, os.PathLike)):
         folder = Path(adapter).expanduser()
         config = saved_config(folder) if config is None else config
         tensors = weights_file(folder)
-    elif hasattr(adapter, "peft_config") and hasattr(adapter, "get_base_model"):
-        config = adapter.peft_config[adapter.active_adapter] if config is None else config
-        tensors = take(list(_of_peft(adapter)))
     else:
         if isinstance(adapter, bytes) or not isinstance(adapter, (Iterable, torch.nn.Module)):
             raise UsageError(
@@ -60,15 +78,7 @@ def look_at(adapter: Any, config: Any = None) -> GivenAdapter:
                 f"{type(adapter).__name__}"
             )
         tensors = take(adapter)
-    return GivenAdapter(None if config is None else checked_config(config), tensors)
-
-
-def _of_peft(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of the active adapter of a ``PeftModel``."""
-    end = f".{model.active_adapter}.weight"
-    for name, tensor in model.named_parameters():
-        if name.endswith(end) and (".lora_A." in name or ".lora_B." in name):
-            yield name.removesuffix(end) + ".weight", tensor
+    return GivenAdapter(None if config is None else checked_config(config), tensors, config)
 
 
 class AdapterCargo(NamedTuple):
@@ -109,6 +119,8 @@ def load_cargo(
         for name, tensor in tensors.items()
     ]
     check_adapter(specs, config.rank, info, model)
+    if given.fields is not None:
+        check_modules(given.fields, dict.fromkeys(map(module_of, tensors)))
     dtype = getattr(torch, info.dtype)
     if check_finite:
         check = FiniteCheck()

@@ -68,7 +68,7 @@ def named_tensors(weights: Any) -> Named:
     """
     pairs: Iterable[Any]
     if isinstance(weights, torch.nn.Module):
-        weights = _unwrapped(weights)
+        weights = unwrapped(weights)
         pairs = [*weights.named_parameters(), *_persistent_buffers(weights)]
     elif hasattr(weights, "flatten_keys") and hasattr(weights, "batch_size"):
         pairs = weights.flatten_keys(".").items()
@@ -99,6 +99,14 @@ def named_tensors(weights: Any) -> Named:
         if tensor.is_neg():
             # A lazily negated view: its memory holds the values before the negation.
             tensor = tensor.resolve_neg()
+        found.append((name, tensor))
+    return own_names(found)
+
+
+def own_names(named: Iterable[tuple[str, torch.Tensor]]) -> Named:
+    """Remove the parts of names that torch adds when it wraps a part of a module."""
+    found: Named = []
+    for name, tensor in named:
         for wrapper in _WRAPPERS:
             if wrapper in name:
                 name = name.replace(wrapper, "")
@@ -106,11 +114,13 @@ def named_tensors(weights: Any) -> Named:
     return found
 
 
-def _unwrapped(module: Any) -> torch.nn.Module:
+def unwrapped(module: Any) -> Any:
+    """Return the module in ``DistributedDataParallel`` or ``torch.compile``, or ``module``."""
     while True:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             module = module.module
-        elif hasattr(module, "_orig_mod"):
+        elif "_orig_mod" in getattr(module, "_modules", ()):
+            # A wrapper inside may also find this name.
             module = module._orig_mod
         else:
             return module

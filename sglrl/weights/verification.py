@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 from ..config import check_timeout
 from ..core.manifest import check_manifest
 from ..core.weight_update import Member
-from ..wire.weights import Shard, TensorSpec
+from ..errors import InvalidAdapter, UsageError
+from ..wire.weights import ModelDescription, Shard, TensorSpec
 from .deadline import Deadline
 from .port import WeightsPort
+
+if TYPE_CHECKING:
+    from .tensor_source import Named, Taken
+
+_SHOWN = 4
 
 
 async def differing_tensors(live: WeightsPort, weights: Any, timeout: float) -> list[str]:
@@ -30,6 +37,102 @@ async def differing_tensors(live: WeightsPort, weights: Any, timeout: float) -> 
         None, _differing, tensors, specs, found
     )
     return [name for name, _ in manifest.spread(named) if name in untied or name in differing]
+
+
+class BaseCheck:
+    """Checks that the workers have the weights of the model that an adapter changes.
+
+    A check reads all weights, so it is not repeated for parameters that have not changed since.
+    """
+
+    def __init__(self, live: WeightsPort) -> None:
+        self._live = live
+        self._checked: tuple[int, list[tuple[Any, int, int]]] = (-1, [])
+        """The version of the workers, and of each parameter a weak reference and its state."""
+
+    async def check(self, base: Taken, wanted: ModelDescription, deadline: Deadline) -> None:
+        """Compare parameters with the live weights.
+
+        Parameters are left out if their values cannot be compared: if they are quantized, sharded
+        or have a dtype that cannot hold all values of the engine's dtype.
+
+        Raises:
+            InvalidAdapter: the weights differ.
+            UpdateInProgress: an update was still running at the deadline.
+        """
+        if self._is_checked(base.named):
+            return
+        version = self._live.version
+        named = [pair for pair in base.named if _is_plain(pair[1])]
+        differing = await self._differing(named, wanted, base, deadline)
+        if differing is None:
+            return
+        if differing:
+            more = f" and {len(differing) - _SHOWN} more" if len(differing) > _SHOWN else ""
+            raise InvalidAdapter(
+                "the base model of the PeftModel differs from the engine's weights in "
+                f"{', '.join(differing[:_SHOWN])}{more}; send it first with update_weights, or "
+                "give the adapter alone: get_peft_model_state_dict(model) with config="
+            )
+        if self._live.version == version:
+            states = [(weakref.ref(t), t.data_ptr(), t._version) for _, t in base.named]
+            self._checked = version, states
+
+    def _is_checked(self, named: Named) -> bool:
+        version, states = self._checked
+        return (
+            version == self._live.version
+            and len(states) == len(named)
+            and all(
+                ref() is tensor and (address, changes) == (tensor.data_ptr(), tensor._version)
+                for (ref, address, changes), (_, tensor) in zip(states, named, strict=True)
+            )
+        )
+
+    async def _differing(
+        self, named: Named, wanted: ModelDescription, base: Taken, deadline: Deadline
+    ) -> list[str] | None:
+        """Return the names of the tensors that differ; None if the weights are asleep."""
+        from .tensor_source import Manifest
+
+        manifest = Manifest()
+        tensors = manifest.take(named, wanted)
+        known = {spec.name: spec for spec in wanted.tensors}
+        rows = [
+            (pair, spec)
+            for pair, spec in zip(tensors, manifest.specs, strict=True)
+            if spec.name in known and _keeps(pair[1], spec.dtype)
+        ]
+        found = [spec.name for _, spec in rows if spec.shape != known[spec.name].shape]
+        found += [name for name, _ in manifest.untied(named)]
+        if found or not rows:
+            return found
+        try:
+            live = await self._live.checksums([spec.name for _, spec in rows], deadline.left)
+        except UsageError:
+            return None
+        for event in base.ready:
+            event.synchronize()
+        differing = await asyncio.get_running_loop().run_in_executor(
+            None, _differing, [pair for pair, _ in rows], [spec for _, spec in rows], live
+        )
+        return sorted(differing)
+
+
+def _is_plain(tensor: Any) -> bool:
+    is_whole = not hasattr(tensor, "full_tensor") and tensor.numel() > 0
+    return is_whole and tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1
+
+
+def _keeps(tensor: Any, dtype: str) -> bool:
+    """Return True if the tensor's dtype can hold every value of ``dtype``."""
+    import torch
+
+    of_engine = getattr(torch, dtype)
+    if of_engine.itemsize == 1:
+        return False
+    kept: bool = torch.promote_types(tensor.dtype, of_engine) == tensor.dtype
+    return kept
 
 
 def _differing(tensors: Any, specs: list[TensorSpec], found: dict[Member, list[Shard]]) -> set[str]:
