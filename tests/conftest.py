@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import failure_reports
 import pytest
 from hypothesis import settings
 from processes import descendants
@@ -22,6 +23,10 @@ settings.load_profile("sglrl")
 # A shell that runs the tests in the background ignores SIGINT. Children inherit that, including the
 # programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(failure_reports)
 
 
 @pytest.hookimpl(optionalhook=True)

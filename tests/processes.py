@@ -61,7 +61,7 @@ def wait_for_end(pids: list[int], seconds: float) -> list[int]:
     return list(left)
 
 
-def strike(pid: int, fault: int, seconds: float = 10.0) -> None:
+def strike(pid: int, fault: int, seconds: float = 300.0) -> None:
     """Send SIGKILL or SIGSTOP, and return when every thread has received it.
 
     ``os.kill`` returns earlier. A thread on another core may then still answer a later message.

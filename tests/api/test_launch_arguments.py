@@ -180,7 +180,7 @@ def run(program: str, **settings: str) -> subprocess.CompletedProcess[str]:
         env={**os.environ, **settings},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=300,
     )
 
 

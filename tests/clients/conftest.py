@@ -36,7 +36,7 @@ network.watch()
 
 PYTHON = os.environ.get("SGLRL_WORKERS_PYTHON", "")
 TESTS = Path(__file__).parent.parent
-_SECONDS = 60
+_SECONDS = 300
 
 
 def pytest_configure(config: pytest.Config) -> None:

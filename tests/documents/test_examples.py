@@ -55,7 +55,7 @@ def run(name: str, *args: Any) -> None:
         asyncio.run(result)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 # Import warnings of other packages do not concern the user of an example.
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", CASES)
@@ -75,7 +75,7 @@ def test_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert any("<|tool|>" in line for line in lines)
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_the_example_with_calls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = make_model(tmp_path / "model")
     family_tokenizer(folder, FAMILIES["qwen3"])
@@ -91,7 +91,7 @@ def test_the_example_with_calls(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ), line
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("page", ["verl", "prime-rl"])
 def test_program_of_page(page: str, capsys: pytest.CaptureFixture[str]) -> None:

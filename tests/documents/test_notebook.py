@@ -18,8 +18,6 @@ CELLS: list[dict[str, Any]] = json.loads(NOTEBOOK.read_text())["cells"]
 CODES = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
 LAUNCH = 'client = await sglrl.launch("tiny", device="cpu")'
 
-pytestmark = pytest.mark.timeout(300)
-
 
 class Notebook:
     """A running kernel."""
@@ -31,7 +29,7 @@ class Notebook:
         self.manager.start_kernel(env={**os.environ, "IPYTHONDIR": str(folder)})
         self.client = self.manager.client()
         self.client.start_channels()
-        self.client.wait_for_ready(timeout=60)
+        self.client.wait_for_ready(timeout=300)
         self.pid: int = self.manager.provisioner.process.pid
 
     def close(self) -> None:

@@ -133,7 +133,7 @@ async def test_a_stopped_worker_is_found_when_a_call_is_there(
 async def test_a_stopped_worker_ends_a_call_that_is_only_for_it(pair: sglrl.Client) -> None:
     os.kill(pair.workers[0].pid, signal.SIGSTOP)
     with pytest.raises(sglrl.WorkerLost, match=r"no heartbeat for .* with 1 call pending"):
-        await pair.generate(**WANTED, worker=0, timeout=60)
+        await pair.generate(**WANTED, worker=0, timeout=300)
 
 
 async def test_a_worker_that_goes_on_in_time_is_left_alone(pair: sglrl.Client) -> None:

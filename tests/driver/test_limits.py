@@ -27,7 +27,7 @@ def peers(pool: sglrl.Client) -> list[Peer]:
 
 async def until(pool: sglrl.Client, met: Callable[[], bool]) -> None:
     """Make round trips to a worker until the condition is met."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not met():
             await pool.generate(input_ids=IDS, max_new_tokens=1)
 

@@ -49,7 +49,7 @@ def run(*arguments: str, cwd: Path, text: str | None = None) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=60,
+        timeout=300,
     )
     assert done.returncode == 0, done.stderr
     # The library prints nothing to stderr.
@@ -260,7 +260,7 @@ class Driver:
         """Send signal ``number``; return stderr and the descendants that live 5 seconds longer."""
         below = list(descendants(self.process.pid))
         self.process.send_signal(number)
-        _, errors = self.process.communicate(timeout=30)
+        _, errors = self.process.communicate(timeout=300)
         return errors, wait_for_end(below, 5.0)
 
 
@@ -319,7 +319,7 @@ def test_what_agents_in_other_processes_say(tmp_path: Path) -> None:
     """
     (tmp_path / "train.py").write_text(textwrap.dedent(program))
     done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["end", *(f"item {i} of now" for i in range(3))]

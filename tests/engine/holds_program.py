@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from sglrl_workers.engine.sglang.commands import WeightCommand
 
 COPY, UPDATE, NEXT = 7, 8, 9
-SECONDS = 60.0
+SECONDS = 300.0
 FOUND: dict[str, Any] = {}
 OLD, NEW = 1.0, 2.0
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +21,17 @@ class Shift(CustomLogitProcessor):  # type: ignore[misc]
             ids = [*request.origin_input_ids, *request.output_ids]
             row[(7 * ids[-1] + len(request.output_ids)) % len(row)] += own["bias"]
         return logits
+
+
+class Waits(Shift):
+    """Shifts as ``Shift``. At position ``at``, it waits until a FIFO is opened or removed."""
+
+    def __call__(self, logits: torch.Tensor, params: list[dict[str, Any]]) -> torch.Tensor:
+        for own in params:
+            if len(own["__req__"].output_ids) == own["at"]:
+                with contextlib.suppress(FileNotFoundError):
+                    Path(own["fifo"]).open().close()
+        return super().__call__(logits, params)
 
 
 class Ban(CustomLogitProcessor):  # type: ignore[misc]

@@ -52,12 +52,12 @@ async def _run(name: str, arguments: list[str]) -> str:
         [Birth(bodies=[spec], env={})],
         more=lambda n, present: [],
         name=name,
-        launcher=LocalLauncher("sglang", None, 110.0),
+        launcher=LocalLauncher("sglang", None, 300.0),
         fabric=FabricConfig(max_attempts=1),
-        config=PoolConfig(start_timeout=110.0, restarts=0),
+        config=PoolConfig(start_timeout=300.0, restarts=0),
     )
     async with ActorHandle(Program, pool) as program:
-        output: str = await program.run(name, arguments, timeout=110.0)
+        output: str = await program.run(name, arguments, timeout=300)
         return output
 
 

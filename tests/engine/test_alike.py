@@ -28,7 +28,7 @@ KINDS = {
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session", params=KINDS.values(), ids=KINDS)
 async def engine(qwen: Path, request: pytest.FixtureRequest) -> AsyncIterator[sglrl.Client]:
-    async with sglrl.launch(qwen, device="cpu", timeout=60, **request.param) as client:
+    async with sglrl.launch(qwen, device="cpu", timeout=300, **request.param) as client:
         yield client
 
 

@@ -27,7 +27,7 @@ GREEDY: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0, "ignore_eos": T
 
 
 def launched(model: Path, **args: Any) -> AbstractAsyncContextManager[sglrl.Client]:
-    return sglrl.launch(model, device="cpu", timeout=60, **args)
+    return sglrl.launch(model, device="cpu", timeout=300, **args)
 
 
 def numbers(log: Path, name: str) -> list[int]:

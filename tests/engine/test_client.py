@@ -171,7 +171,7 @@ async def use_all_of(client: sglrl.Client) -> None:
     for given in (1, 100, len(prompt) - 1):
         room = info.max_total_tokens - given
         made = await client.generate(
-            input_ids=prompt[:given], max_new_tokens=room, ignore_eos=True, timeout=100
+            input_ids=prompt[:given], max_new_tokens=room, ignore_eos=True, timeout=300
         )
         assert len(made.output_ids) == room
         with pytest.raises(sglrl.InvalidRequest, match=f"at most {room}$"):

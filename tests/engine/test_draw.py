@@ -25,7 +25,7 @@ def said() -> dict[str, dict[str, Any]]:
         cwd=Path(__file__).parent.parent,
         stdout=subprocess.PIPE,
         text=True,
-        timeout=110,
+        timeout=300,
         check=True,
     )
     found: dict[str, dict[str, Any]] = json.loads(program.stdout.splitlines()[-1])

@@ -16,7 +16,7 @@ async def test_a_variable_of_one_client(client: sglrl.Client, qwen: Path) -> Non
     """SGLang retracts all requests again and again with this variable, which is for its tests."""
     variables = {"SGLANG_TEST_RETRACT": "1"}
     async with sglrl.launch(qwen, device="cpu", env=variables) as other:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             # The engine reports its load now and then.
             while not retracted(other):
                 made = await other.generate(["One", "Two"], max_new_tokens=40, ignore_eos=True)

@@ -76,7 +76,7 @@ def references(folders: list[Path]) -> list[Reference]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def engine(folders: list[Path]) -> AsyncIterator[sglrl.Client]:
-    async with sglrl.launch(folders[0], device="cpu", timeout=60) as client:
+    async with sglrl.launch(folders[0], device="cpu", timeout=300) as client:
         yield client
 
 
@@ -194,7 +194,7 @@ async def test_an_engine_without_weights_gets_all_of_them(
 ) -> None:
     """The engine has no checkpoint from which to read the names of the weights."""
     shutil.copy(folders[0] / "config.json", tmp_path)
-    async with sglrl.launch(tmp_path, device="cpu", timeout=60, load_format="dummy") as client:
+    async with sglrl.launch(tmp_path, device="cpu", timeout=300, load_format="dummy") as client:
         await client.update_weights(references[1].model)
         assert await client.verify_weights(references[1].model) == []
         await check(client, references[1])

@@ -45,7 +45,7 @@ NOWHERE: dict[str, tuple[int, dict[str, Any]]] = {
 )
 async def engine(request: pytest.FixtureRequest, qwen: Path) -> AsyncIterator[sglrl.Client]:
     async with sglrl.launch(
-        qwen, device="cpu", disable_overlap_schedule=request.param, restarts=0, timeout=60
+        qwen, device="cpu", disable_overlap_schedule=request.param, restarts=0, timeout=300
     ) as client:
         yield client
 

@@ -21,7 +21,7 @@ from .reference import Reference
 from .test_gateway import CALL, TOOLS
 from .test_tool_loops import Grammar
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 THINKS_AND_CALLS = rf"<think>\n[a-z]{{9}}\n</think>\n\n[a-z]{{4}}\n{CALL}\n{CALL}"
 STOPS = "[a-z]{5}END[a-z]{9}"

@@ -310,7 +310,7 @@ async def test_no_client_notices_kills_updates_and_its_own_retries(tmp_path: Pat
         files = [await open_files(http, gateway, process.pid) for _ in range(10)][-1]
         await storm.run(fields)
         print(*storm.counts.items(), sep="\n")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(300):
             while await open_files(http, gateway, process.pid) > files:
                 pass
         assert [worker.pid for worker in gateway._processes.workers] == [process.pid]

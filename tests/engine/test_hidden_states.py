@@ -90,7 +90,7 @@ async def test_after_a_pause_and_an_abort(engine: sglrl.Client, reference: Refer
 
 
 async def test_a_worker_is_lost(engine: sglrl.Client, reference: Reference) -> None:
-    stream = engine.stream(**{**WANTED, "max_new_tokens": 300})
+    stream = engine.stream(**{**WANTED, "max_new_tokens": 1500})
     seen = 0
     killed = False
     async for chunk in stream:

@@ -54,7 +54,7 @@ def test_one_error_before_workers_start(name: str, what: str, qwen: Path) -> Non
             env={**os.environ, "HF_ENDPOINT": hub.address, **settings},
             capture_output=True,
             text=True,
-            timeout=110,
+            timeout=300,
         )
     first, *causes, advice, servers = program.stdout.splitlines()
     assert first == f"{NAME!r} could not be fetched from the hub:"

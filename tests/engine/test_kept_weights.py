@@ -23,7 +23,7 @@ from sglrl_workers.weights.kept_weights import _Contents, _Memory, _size
 
 from .policies import PROMPTS, Lab, Policies
 
-SECONDS = 60.0
+SECONDS = 300.0
 
 
 def kill(client: sglrl.Client) -> None:

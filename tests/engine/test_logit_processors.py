@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from numpy.typing import NDArray
+from processes import strike
 
 import sglrl
 from sglrl.inference.sampling import SamplingCache, SamplingParams
@@ -23,7 +24,9 @@ from .reference import Reference
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 MODULE = f"{__package__}.processors"
-SHIFT, BAN, FAILS = (f"{MODULE}:{name}" for name in ("Shift", "Ban", "Fails"))
+SHIFT, BAN, FAILS, WAITS = PROCESSORS = tuple(
+    f"{MODULE}:{name}" for name in ("Shift", "Ban", "Fails", "Waits")
+)
 PROMPT = [5, 6, 7, 8, 9, 10, 11, 12]
 SHIFTED: dict[str, Any] = {"logit_processor": SHIFT, "custom_params": {"bias": 9.5}}
 BANNED = [*range(0, 512, 2)]
@@ -61,7 +64,7 @@ async def engine(request: pytest.FixtureRequest, qwen: Path) -> AsyncIterator[sg
         device="cpu",
         replicas=2,
         restarts=9,
-        logit_processors=[SHIFT, BAN, FAILS],
+        logit_processors=PROCESSORS,
         chunked_prefill_size=64,
         disable_overlap_schedule=request.param,
     ) as client:
@@ -190,7 +193,7 @@ async def test_sessions_and_other_processes(engine: sglrl.Client, reference: Ref
     check(reference, first, shift, greedy=True)
     check(reference, second, ban, greedy=True)
     async with sglrl.connect(engine.address) as remote:
-        assert remote.info.logit_processors == (SHIFT, BAN, FAILS)
+        assert remote.info.logit_processors == PROCESSORS
         made = await remote.generate(input_ids=PROMPT, logprobs=True, **how)
     assert made.output_ids.tolist() == first.output_ids.tolist()
     check(reference, made, shift, greedy=True)
@@ -210,19 +213,21 @@ async def test_after_a_pause(engine: sglrl.Client, reference: Reference) -> None
     check(reference, banned, ban, greedy=True)
 
 
-async def test_a_worker_is_lost(engine: sglrl.Client, reference: Reference) -> None:
+async def test_a_worker_is_lost(engine: sglrl.Client, reference: Reference, tmp_path: Path) -> None:
     """The processor sees the tokens that the lost worker sampled as output."""
-    wanted = {**LONG, "max_new_tokens": 1200, "logprobs": True, "seed": 8, **SHIFTED}
-    whole = await engine.generate(**wanted)
-    stream = engine.stream(**wanted)
+    fifo = tmp_path / "fifo"
+    wanted = {**LONG, "max_new_tokens": 150, "logprobs": True, "seed": 8}
+    whole = await engine.generate(**wanted, **SHIFTED)
+    os.mkfifo(fifo)
+    params = {**SHIFTED["custom_params"], "at": 100, "fifo": str(fifo)}
+    stream = engine.stream(**wanted, logit_processor=WAITS, custom_params=params)
     seen = 0
-    killed = False
     async for chunk in stream:
         seen += len(chunk.output_ids)
-        if seen > 66 and not killed:
-            killed = True
+        if seen > 66 and fifo.exists():
             (busy,) = [worker for worker in engine.workers if worker.load]
-            os.kill(busy.pid, signal.SIGKILL)
+            strike(busy.pid, signal.SIGKILL)
+            fifo.unlink()
     made = stream.completion
     assert made.resumed == 1
     assert made.output_ids.tolist() == whole.output_ids.tolist()
@@ -268,7 +273,7 @@ async def test_a_processor_that_fails(engine: sglrl.Client) -> None:
 async def test_a_processor_that_is_not_declared(
     engine: sglrl.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert engine.info.logit_processors == (SHIFT, BAN, FAILS)
+    assert engine.info.logit_processors == PROCESSORS
     says = r"no logit processor 'os:system'; declare it with launch\(logit_processors=.*:Shift, "
     sent = engine._driver.fabric._next_id  # type: ignore[union-attr]
     with pytest.raises(sglrl.InvalidRequest, match=says):

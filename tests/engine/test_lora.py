@@ -208,7 +208,7 @@ async def test_requests_over_http(lab: Lab) -> None:
     text = {"model": "tiny:b", "prompt": PROMPT, "max_tokens": 6, "logprobs": 0, "ignore_eos": True}
     async with (
         serve(lab.client, name="tiny") as gateway,
-        httpx.AsyncClient(base_url=gateway.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=gateway.url, timeout=300) as http,
     ):
         made, scored, answer = await asyncio.gather(
             http.post("/generate", json=batch),

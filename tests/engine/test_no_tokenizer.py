@@ -27,7 +27,7 @@ async def engine(request: pytest.FixtureRequest, models: Path) -> AsyncIterator[
     for file in folder.iterdir():
         if file.name not in KEPT:
             file.unlink()
-    async with sglrl.launch(folder, device="cpu", timeout=60) as client:
+    async with sglrl.launch(folder, device="cpu", timeout=300) as client:
         yield client
 
 

@@ -15,7 +15,7 @@ import sglrl
 from .policies import PROMPTS, Lab, Policies, on_phase
 from .reference import Reference
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 NODE = Path("-m")

@@ -158,7 +158,7 @@ def test_a_method_that_is_gone_or_other(tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=60,
+        timeout=300,
     )
     assert doctor.returncode == 1
     missing = [finding for finding in json.loads(doctor.stdout) if not finding["ok"]]
@@ -189,7 +189,7 @@ def test_source_that_is_unknown(qwen: Path, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), *sys.path])},
         stdout=subprocess.PIPE,
         text=True,
-        timeout=110,
+        timeout=300,
         check=True,
     )
     found = json.loads(program.stdout.splitlines()[-1])

@@ -18,7 +18,7 @@ from sglrl.wire.weights import PeerCopyOffer, RankAnswer, ReceivePeerCopy, SendP
 from sglrl_workers.weights import peer_copy
 from sglrl_workers.weights.peer_copy import PeerCopy
 
-LIMIT = 20.0
+LIMIT = 300.0
 """Seconds. A copy that takes longer hangs."""
 LONG = 1000.0
 

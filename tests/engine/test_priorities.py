@@ -36,7 +36,7 @@ async def test_the_more_urgent_first(
 
         monkeypatch.setattr(reply, "end", end)
     async with sglrl.launch(
-        qwen, device="cpu", max_running_requests=1, timeout=60, **options
+        qwen, device="cpu", max_running_requests=1, timeout=300, **options
     ) as client:
 
         def calls(priority: int) -> tuple[Awaitable[Any], ...]:

@@ -108,7 +108,7 @@ async def pair(request: pytest.FixtureRequest, folders: list[Path]) -> AsyncIter
         device="cpu",
         replicas=2,
         restarts=0,
-        timeout=60,
+        timeout=300,
         enable_return_routed_experts=True,
         disable_overlap_schedule=not request.param,
         chunked_prefill_size=32,

@@ -221,7 +221,7 @@ async def test_grammars(client: sglrl.Client) -> None:
 )
 async def test_bad_grammars(client: sglrl.Client, grammar: dict[str, object]) -> None:
     with pytest.raises(sglrl.InvalidRequest) as caught:
-        await client.generate(input_ids=PROMPT, max_new_tokens=4, timeout=60, **grammar)
+        await client.generate(input_ids=PROMPT, max_new_tokens=4, timeout=300, **grammar)
     assert ".cc:" not in str(caught.value), "no file of xgrammar"
     assert len((await client.generate(input_ids=PROMPT, max_new_tokens=4)).output_ids) <= 4
 
@@ -240,8 +240,8 @@ async def test_tokens_to_go_on_from_that_do_not_fit_the_grammar(
     before = client.workers[0].pid
     with monkeypatch.context() as context:
         context.setattr("sglrl.inference.requests.GenerateArgs", make)
-        wrong = client.generate("Call", max_new_tokens=9, regex="[0-9]{4}", timeout=60)
-        right = client.generate("Call", max_new_tokens=9, regex="ab[0-9]{2}", timeout=60)
+        wrong = client.generate("Call", max_new_tokens=9, regex="[0-9]{4}", timeout=300)
+        right = client.generate("Call", max_new_tokens=9, regex="ab[0-9]{2}", timeout=300)
         refused, made = await asyncio.gather(wrong, right, return_exceptions=True)
     assert isinstance(refused, sglrl.EngineError | sglrl.UsageError)
     assert "tokens to go on from do not fit the grammar" in str(refused)

@@ -77,7 +77,7 @@ class Grammar:
 
 
 @pytest.mark.asyncio(loop_scope="session")
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_every_token_of_agents_with_tools(models: Path) -> None:
     folder = make_model(models / "qwen3-loops")
     tokenizer = family_tokenizer(folder, FAMILIES["qwen3"])

@@ -117,7 +117,7 @@ async def lab(models: Path) -> AsyncIterator[Lab]:
 async def http(lab: Lab) -> AsyncIterator[httpx.AsyncClient]:
     async with (
         serve(lab.client, name="policy") as gateway,
-        httpx.AsyncClient(base_url=gateway.url, timeout=120) as http,
+        httpx.AsyncClient(base_url=gateway.url, timeout=300) as http,
     ):
         yield http
 
@@ -196,7 +196,7 @@ async def test_a_resume_while_a_pause_waits(lab: Lab, trainer: Trainer) -> None:
     )
     await until_running(client, 1)
     pausing = asyncio.ensure_future(trainer.http.post("/pause?mode=wait"))
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not any(stats.engine.draining for stats in await client.stats()):
             pass
     assert (await trainer.http.post("/resume")).json() == {"status": "resumed"}

@@ -12,7 +12,7 @@ import sglrl
 
 from .policies import PROMPTS, Lab, Policies
 
-pytestmark = [pytest.mark.asyncio(loop_scope="session"), pytest.mark.timeout(300)]
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 TRAINER = Path(__file__).with_name("trainer_program.py")
 

@@ -139,7 +139,7 @@ def answer_to(wire: Wire, id_: int) -> RankAnswer:
     Earlier answers may belong to mutated messages that happened to be valid.
     """
     while True:
-        message = wire.sent.get(timeout=60.0)
+        message = wire.sent.get(timeout=300)
         if isinstance(message, RankAnswer) and message.id == id_:
             return message
 
@@ -170,7 +170,7 @@ def test_a_ranks_weight_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     while rank._socket._dealer is None:
         rank._socket._thread.join(0.001)
     wire: Any = rank._socket._dealer
-    assert isinstance(wire.sent.get(timeout=60.0), RankHello)
+    assert isinstance(wire.sent.get(timeout=300), RankHello)
     mutator = Mutator(to_rank())
     before = 0
     rounds = max(4, MESSAGES // BATCH)
@@ -193,14 +193,14 @@ def test_a_ranks_weight_channel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rank._socket._dropped.count > MESSAGES // 4
 
     rank.close()
-    rank._socket._thread.join(60.0)
+    rank._socket._thread.join(300)
     for link in (rank._link, rank._questions, rank._peer_copy._link):
         link.abandon()
     for thread in channel_threads() - threads:
         while thread.ident is None:
             # Another thread is just starting this thread, which cannot be joined before.
             time.sleep(0.001)
-        thread.join(60.0)
+        thread.join(300)
         assert not thread.is_alive()
     assert not raised, raised[0]
 
@@ -215,7 +215,7 @@ def rank(monkeypatch: pytest.MonkeyPatch) -> Iterator[rank_channel.RankWeights]:
         made._socket._thread.join(0.001)
     yield made
     made.close()
-    made._socket._thread.join(60.0)
+    made._socket._thread.join(300)
     for link in (made._link, made._questions, made._peer_copy._link):
         link.abandon()
 

@@ -34,7 +34,7 @@ CONTEXT = 256
 MOST_BYTES = 100_000
 BODY_SECONDS = 0.5
 _POOLS = ("sglrl text", "sglrl trainer")
-_SECONDS = 30.0
+_SECONDS = 300.0
 """For an answer, and for the gateway to settle."""
 
 

@@ -43,7 +43,7 @@ async def gateway(pool: sglrl.Client) -> AsyncIterator[Gateway]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=300) as http:
         yield http
 
 
@@ -99,7 +99,7 @@ async def test_load_and_unload(
 
     async with (
         sglrl.serve(pool, name="tiny", processes=2) as gateway,
-        httpx.AsyncClient(base_url=gateway.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=gateway.url, timeout=300) as http,
     ):
         await load_and_unload(pool, gateway, http, tmp_path, post)
     folder = str(tmp_path / "adapter")
@@ -223,7 +223,7 @@ async def test_a_rollout_with_an_adapter(pool: sglrl.Client) -> None:
     async def agent(session: sglrl.Session, item: Any) -> float:
         key = {"authorization": f"Bearer {session.api_key}"}
         url = session.base_url
-        async with httpx.AsyncClient(headers=key, timeout=60) as http:
+        async with httpx.AsyncClient(headers=key, timeout=300) as http:
             cards = (await http.get(f"{url}/models")).json()["data"]
             for model in ("any", cards[-1]["id"]):
                 answer = await http.post(f"{url}/chat/completions", json={"model": model, **CHAT})

@@ -269,7 +269,7 @@ async def test_hostile_requests(gateway: Gateway) -> None:
     chance = random.Random(5)
     bodies = [hostile(chance) for _ in range(400)]
     seen = set()
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=300) as http:
         http.headers["x-api-key"] = "secret"
 
         async def send(body: bytes, path: str) -> None:

@@ -38,7 +38,7 @@ async def gateway(client: sglrl.Client) -> AsyncIterator[Any]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def http(gateway: Any) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=300) as http:
         yield http
 
 

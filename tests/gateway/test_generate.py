@@ -252,12 +252,12 @@ async def gateway(pool: sglrl.Client) -> AsyncIterator[Gateway]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def http(gateway: Gateway) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=300) as http:
         yield http
 
 
 async def until_running(pool: sglrl.Client, http: httpx.AsyncClient, count: int) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while sum(worker.load for worker in pool.workers) < count:
             assert (await http.get("/health")).status_code == 200
 

@@ -71,7 +71,7 @@ async def test_hostile_requests() -> None:
     async with (
         sglrl.launch("tiny", engine="fake") as pool,
         serve(pool, name="tiny") as gateway,
-        httpx.AsyncClient(base_url=gateway.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=gateway.url, timeout=300) as http,
     ):
         for _ in range(900):
             path, body = hostile(chance)

@@ -44,11 +44,11 @@ async def pool() -> AsyncIterator[sglrl.Client]:
 
 
 def http_of_nothing() -> httpx.AsyncClient:
-    return httpx.AsyncClient(timeout=60)
+    return httpx.AsyncClient(timeout=300)
 
 
 def http_of(gateway: Gateway) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=gateway.url, timeout=60)
+    return httpx.AsyncClient(base_url=gateway.url, timeout=300)
 
 
 async def test_a_session_that_nobody_uses_expires(pool: sglrl.Client) -> None:
@@ -56,7 +56,7 @@ async def test_a_session_that_nobody_uses_expires(pool: sglrl.Client) -> None:
         made = (await http.post("/sessions")).json()
         url = f"/sessions/{made['id']}/v1/models"
         assert (await http.get(url)).status_code == 200
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             # Each request of another session is none of this one.
             while (await http.post(f"/sessions/{made['id']}x/reward")).status_code == 404:
                 await asyncio.sleep(0.6)
@@ -105,7 +105,7 @@ async def test_a_slow_body(pool: sglrl.Client, monkeypatch: pytest.MonkeyPatch) 
         port = int(gateway.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(b"POST /generate HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             answer = await reader.read()
         writer.close()
     assert answer.startswith(b"HTTP/1.1 408")
@@ -118,7 +118,7 @@ async def sent(gateway: Gateway, data: bytes) -> bytes:
     found = b""
     try:
         writer.write(data)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while part := await reader.read(1 << 16):
                 found += part
     except ConnectionResetError:
@@ -159,13 +159,13 @@ async def test_a_client_that_sends_two_requests_and_disconnects(pool: sglrl.Clie
         writer.write(head + body + b"GET /health HTTP/1.1\r\n\r\n")
         await until_running(pool, 1)
         writer.close()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(300):
             await until_idle(pool)
 
 
 async def leave(pool: sglrl.Client, http: httpx.AsyncClient, call: asyncio.Future[Any]) -> None:
     """Cancel a call of the paused pool when it has begun, and wait until the gateway notices."""
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not any(worker.load for worker in pool.workers):
             assert not call.done()
             assert (await http.get("/health")).status_code == 200
@@ -196,7 +196,7 @@ async def test_a_client_that_disconnects(pool: sglrl.Client, keeps: bool) -> Non
             await leave(pool, http, asyncio.ensure_future(http.post(url, json=SLOW)))
             await pool.resume()
             call = asyncio.ensure_future(stream())
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 await began.wait()
             await pool.pause("in_place")
             await leave(pool, http, call)
@@ -359,7 +359,7 @@ async def test_the_end_of_the_gateway(pool: sglrl.Client) -> None:
         async with serve(pool, name="tiny") as gateway:
             url = f"{gateway.url}/v1/chat/completions"
             slow = asyncio.ensure_future(http.post(url, json=SLOW))
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(300):
                 while not any(worker.load for worker in pool.workers):
                     assert (await http.get(f"{gateway.url}/health")).status_code == 200
         assert (await slow).status_code == 503
@@ -435,7 +435,7 @@ async def test_a_gateway_that_dies_is_replaced(pool: sglrl.Client) -> None:
         before = (await http.post("/sessions")).json()
         (worker,) = gateway._processes.workers
         os.kill(worker.pid, signal.SIGKILL)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while True:
                 try:
                     answer = await http.post("/v1/chat/completions", json=ASK)
@@ -452,10 +452,10 @@ async def test_the_command() -> None:
     command = [sys.executable, "-m", "sglrl", "serve", "tiny", "--engine", "fake", "--port", "0"]
     made = await asyncio.create_subprocess_exec(*command, stderr=subprocess.PIPE)
     assert made.stderr is not None
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(300):
         while not (found := re.search(r"http://\S+", (await made.stderr.readline()).decode())):
             assert made.returncode is None
-        async with httpx.AsyncClient(timeout=60) as http:
+        async with httpx.AsyncClient(timeout=300) as http:
             models = (await http.get(f"{found.group()}/models")).json()["data"]
             assert [model["id"] for model in models] == ["tiny"]
             answer = await http.post(f"{found.group()}/chat/completions", json=ASK)

@@ -47,7 +47,7 @@ async def http(pool: sglrl.Client) -> AsyncIterator[httpx.AsyncClient]:
 
 
 def http_of(gateway: Gateway) -> httpx.AsyncClient:
-    return httpx.AsyncClient(base_url=gateway.url, timeout=60)
+    return httpx.AsyncClient(base_url=gateway.url, timeout=300)
 
 
 class Scrape:

@@ -50,7 +50,7 @@ async def send(
     gateway: Gateway, path: str, body: Any = None, *, method: str = "POST", key: str = ""
 ) -> httpx.Response:
     """Send a request on a connection of its own, which may reach any process."""
-    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=300) as http:
         headers = {"authorization": f"Bearer {key}"} if key else {}
         return await http.request(method, path, json=body, headers=headers)
 
@@ -94,7 +94,7 @@ async def test_answers_are_passed_on_as_they_are(gateway: Gateway) -> None:
             assert len(wrong.headers.get_list("date")) == 1
             models = await send(gateway, f"{path}/models?x=1", method="GET")
             assert models.json()["data"][0]["id"] == "tiny"
-        async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=gateway.url, timeout=300) as http:
             long = await http.post(f"{path}/chat/completions", content=b"x" * (17 << 20))
             assert long.status_code == 413
         for id_ in ("9-x", "99999999999-x", "x"):
@@ -201,7 +201,7 @@ async def test_https(pool: sglrl.Client, tmp_path: Path) -> None:
     files: Any = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
     async with serve(pool, name="tiny", processes=2, **files) as gateway, gateway.session() as one:
         for _ in range(6):
-            async with httpx.AsyncClient(verify=context, timeout=60) as http:
+            async with httpx.AsyncClient(verify=context, timeout=300) as http:
                 answer = await http.post(f"{one.base_url}/chat/completions", json=ASK)
                 assert answer.status_code == 200
 

@@ -36,7 +36,7 @@ async def gateway(client: sglrl.Client) -> AsyncIterator[Any]:
 
 
 async def test_a_prompt_that_begins_with_a_turn_continues_it(gateway: Any) -> None:
-    async with gateway.session() as session, httpx.AsyncClient(timeout=60) as http:
+    async with gateway.session() as session, httpx.AsyncClient(timeout=300) as http:
         base = session.base_url.removesuffix("/v1")
 
         async def completions(prompt: list[int]) -> list[int]:
@@ -73,7 +73,7 @@ async def test_a_prompt_that_begins_with_a_turn_continues_it(gateway: Any) -> No
 
 
 async def test_text_and_several_prompts(gateway: Any) -> None:
-    async with gateway.session() as session, httpx.AsyncClient(timeout=60) as http:
+    async with gateway.session() as session, httpx.AsyncClient(timeout=300) as http:
         body = {"prompt": ["One", "two three"], "n": 2, "max_tokens": 3}
         answer = await http.post(f"{session.base_url}/completions", json=body)
         assert len(answer.raise_for_status().json()["choices"]) == 4
@@ -112,7 +112,7 @@ async def test_each_request_has_its_own_priority(
 async def test_the_prompts_of_a_request_are_sampled_at_the_same_time(
     client: sglrl.Client, gateway: Any
 ) -> None:
-    async with gateway.session() as session, httpx.AsyncClient(timeout=60) as http:
+    async with gateway.session() as session, httpx.AsyncClient(timeout=300) as http:
         body = {"prompt": [[5], [6], [7]], "max_tokens": 1000}
         turn = asyncio.ensure_future(http.post(f"{session.base_url}/completions", json=body))
         await until_running(client, 3)
@@ -143,8 +143,8 @@ async def test_an_abort_by_the_id_that_the_gateway_made(
 ) -> None:
     found = last = ""
     async with (
-        asyncio.timeout(60),
-        httpx.AsyncClient(base_url=gateway.url, timeout=60) as http,
+        asyncio.timeout(300),
+        httpx.AsyncClient(base_url=gateway.url, timeout=300) as http,
         http.stream("POST", path, json={**body, "stream": True}) as answer,
     ):
         async for line in answer.aiter_lines():

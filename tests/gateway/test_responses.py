@@ -200,7 +200,7 @@ async def test_hostile_requests(gateway: Gateway, seed: int) -> None:
         {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}, LOGPROBS, "resp_1",
     ]  # fmt: skip
     seen = set()
-    async with gateway.session() as session, httpx.AsyncClient(timeout=60) as http:
+    async with gateway.session() as session, httpx.AsyncClient(timeout=300) as http:
         http.headers["authorization"] = f"Bearer {session.api_key}"
         for _ in range(300):
             fields = {**VALUES, "input": "Hi", "max_output_tokens": 2}

@@ -91,7 +91,7 @@ async def test_agents_that_block_run_in_threads(
     loop = asyncio.get_running_loop()
 
     def work(base_url: str, api_key: str) -> None:
-        with openai.OpenAI(base_url=base_url, api_key=api_key, timeout=60) as api:
+        with openai.OpenAI(base_url=base_url, api_key=api_key, timeout=300) as api:
             for _ in range(2):
                 api.chat.completions.create(
                     model="any", messages=[{"role": "user", "content": "Hi"}], max_tokens=8
@@ -104,7 +104,7 @@ async def test_agents_that_block_run_in_threads(
     with ThreadPoolExecutor(2) as few:
         loop.set_default_executor(few)
         async with sglrl.rollout(
-            client, agent, range(16), gateway=True, processes=processes, concurrency=16, timeout=120
+            client, agent, range(16), gateway=True, processes=processes, concurrency=16, timeout=300
         ) as run:
             groups = [group async for group in run]
         loop.set_default_executor(ThreadPoolExecutor())
@@ -122,7 +122,7 @@ async def test_turns_that_run_at_the_end_of_an_agent_are_aborted(client: sglrl.C
 
     slow: list[asyncio.Future[httpx.Response]] = []
     async with (
-        httpx.AsyncClient(timeout=60) as http,
+        httpx.AsyncClient(timeout=300) as http,
         sglrl.rollout(client, agent, [0], gateway=True, max_new_tokens=4) as run,
     ):
         (group,) = [group async for group in run]

@@ -140,7 +140,7 @@ async def pool() -> AsyncIterator[sglrl.Client]:
 async def http(pool: sglrl.Client) -> AsyncIterator[httpx.AsyncClient]:
     async with (
         serve(pool, name="tiny") as gateway,
-        httpx.AsyncClient(base_url=gateway.url, timeout=60) as http,
+        httpx.AsyncClient(base_url=gateway.url, timeout=300) as http,
     ):
         yield http
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import sglrl
 
-SECONDS = 30.0
+SECONDS = 300.0
 
 
 class NodeProcess:

@@ -9,7 +9,7 @@ from bench.host_faults import SHARES, schedule
 from bench.hosts_parts import measure
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 async def test_no_call_is_lost_duplicated_or_wrong() -> None:
     need_namespaces()
     found = await measure(

@@ -119,7 +119,7 @@ async def test_for_less_than_the_timeout() -> None:
 
 async def for_less_than_the_timeout(how: str) -> None:
     with another_host() as (here, there):
-        async with pool(here, there, heartbeat_timeout=30.0, orphan_timeout=30.0) as (
+        async with pool(here, there, heartbeat_timeout=120.0, orphan_timeout=120.0) as (
             hosts,
             client,
         ):

@@ -16,7 +16,6 @@ from sglrl.hosts import started
 
 from .nodes import hosts_of
 
-pytestmark = pytest.mark.timeout(300)
 IDS = [3, 1, 4, 1, 5]
 TOKENS = 400
 

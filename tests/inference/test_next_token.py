@@ -57,14 +57,16 @@ async def test_a_lost_worker_is_survived(client: sglrl.Client) -> None:
     first, second = client.workers
     os.kill(first.pid, signal.SIGSTOP)
     calls = [asyncio.ensure_future(client.next_token_logprobs([i])) for i in range(20)]
-    done, waiting = await asyncio.wait(calls, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+    done, waiting = await asyncio.wait(calls, timeout=300, return_when=asyncio.FIRST_COMPLETED)
     assert done
     while client.workers[1].load:
-        done, waiting = await asyncio.wait(waiting, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+        done, waiting = await asyncio.wait(
+            waiting, timeout=300, return_when=asyncio.FIRST_COMPLETED
+        )
         assert done
     assert client.workers[0].load == len(waiting) > 0
     os.kill(first.pid, signal.SIGKILL)
-    for i, found in enumerate(await asyncio.wait_for(asyncio.gather(*calls), 60)):
+    for i, found in enumerate(await asyncio.wait_for(asyncio.gather(*calls), 300)):
         assert int(found.logprobs.argmax()) == i
     assert second.id == 1
 

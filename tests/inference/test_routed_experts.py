@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from processes import strike
 
 import sglrl
 
@@ -148,8 +149,10 @@ async def test_branches(client: sglrl.Client) -> None:
 
 
 @pytest.mark.parametrize("remote", [False, True])
-async def test_a_call_continues_on_another_worker(remote: bool) -> None:
+async def test_a_call_continues_on_another_worker(remote: bool, tmp_path: Path) -> None:
     count = 300
+    hang_file = tmp_path / "hang"
+    hang_file.write_text("105")
     async with sglrl.launch(
         "fake",
         **ENGINE,
@@ -158,6 +161,7 @@ async def test_a_call_continues_on_another_worker(remote: bool) -> None:
         tokens_per_step=5,
         step_seconds=0.002,
         context_length=512,
+        hang_file=str(hang_file),
     ) as owner:
         async with AsyncExitStack() as stack:
             client = owner
@@ -170,7 +174,8 @@ async def test_a_call_continues_on_another_worker(remote: bool) -> None:
                 if seen > 100 and not killed:
                     killed = True
                     (busy,) = [worker for worker in owner.workers if worker.load]
-                    os.kill(busy.pid, signal.SIGKILL)
+                    strike(busy.pid, signal.SIGKILL)
+                    hang_file.unlink(missing_ok=True)
         made = stream.completion
         assert made.resumed == 1
         assert rows(made.routed_experts) == expected(6 + count - 1)

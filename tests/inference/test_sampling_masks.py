@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from processes import strike
 
 import sglrl
 
@@ -89,8 +90,10 @@ async def test_turns_and_rollouts(client: sglrl.Client) -> None:
             assert sets(trajectory.sampling_mask) == expected(4)
 
 
-async def test_a_call_continues_on_another_worker() -> None:
+async def test_a_call_continues_on_another_worker(tmp_path: Path) -> None:
     count = 300
+    hang_file = tmp_path / "hang"
+    hang_file.write_text("105")
     async with sglrl.launch(
         "fake",
         engine="fake",
@@ -100,6 +103,7 @@ async def test_a_call_continues_on_another_worker() -> None:
         step_seconds=0.002,
         vocab_size=1000,
         context_length=512,
+        hang_file=str(hang_file),
     ) as client:
         stream = client.stream(input_ids=IDS, max_new_tokens=count, **MASKED)
         seen: list[list[int]] = []
@@ -109,7 +113,8 @@ async def test_a_call_continues_on_another_worker() -> None:
             if len(seen) > 100 and not killed:
                 killed = True
                 (busy,) = [worker for worker in client.workers if worker.load]
-                os.kill(busy.pid, signal.SIGKILL)
+                strike(busy.pid, signal.SIGKILL)
+                hang_file.unlink(missing_ok=True)
         assert stream.completion.resumed == 1
         assert seen == sets(stream.completion.sampling_mask) == expected(count)
 

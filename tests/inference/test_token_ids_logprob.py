@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
+from processes import strike
 
 import sglrl
 from sglrl.core.calls import Call
@@ -78,7 +79,9 @@ async def test_turns(client: sglrl.Client) -> None:
     assert second.token_ids_logprobs.tolist() == [[-5 / 1024], [-5 / 1024 - 1]]
 
 
-async def test_a_call_continues_on_another_worker() -> None:
+async def test_a_call_continues_on_another_worker(tmp_path: Path) -> None:
+    hang_file = tmp_path / "hang"
+    hang_file.write_text("105")
     async with sglrl.launch(
         "fake",
         engine="fake",
@@ -88,6 +91,7 @@ async def test_a_call_continues_on_another_worker() -> None:
         step_seconds=0.002,
         vocab_size=1000,
         context_length=512,
+        hang_file=str(hang_file),
     ) as client:
         stream = client.stream(input_ids=IDS, max_new_tokens=300, token_ids_logprob=GIVEN)
         seen: list[list[float]] = []
@@ -97,7 +101,8 @@ async def test_a_call_continues_on_another_worker() -> None:
             if len(seen) > 100 and not killed:
                 killed = True
                 (busy,) = [worker for worker in client.workers if worker.load]
-                os.kill(busy.pid, signal.SIGKILL)
+                strike(busy.pid, signal.SIGKILL)
+                hang_file.unlink(missing_ok=True)
         assert stream.completion.resumed == 1
         assert seen == rows(stream.completion) == expected(300)
 

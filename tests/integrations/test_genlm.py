@@ -58,7 +58,7 @@ class Counted:
 
     def wait(self, count: int) -> None:
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.keys) >= count, timeout=30)
+            assert self._changed.wait_for(lambda: len(self.keys) >= count, timeout=300)
 
 
 @pytest.fixture(scope="module")
@@ -345,7 +345,7 @@ def test_new_weights_end_what_may_be_shared(
         fake.resume()
         await asyncio.gather(old, new)
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 300))
     # The fake engine reports version 0 for both answers.
     assert not model.cache
 
@@ -367,7 +367,7 @@ def test_queries_can_be_reset(fake: sglrl.BlockingClient) -> None:
             assert isinstance(ended, asyncio.CancelledError)
         assert int((await model.next_token_logprobs([1, 9])).argmax()) == 9
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 300))
     assert not model._queries.inflight
     assert fake.workers[0].load == 0
 
@@ -388,7 +388,7 @@ def test_queries_from_before_an_update_are_reset_too(
         with pytest.raises(asyncio.CancelledError):
             await old
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 300))
     fake.resume()
     assert not model._queries.unanswered
 
@@ -429,7 +429,7 @@ def test_other_callbacks_get_their_turn_between_answers(
         assert fake._loop is not None
         asyncio.run_coroutine_threadsafe(run(), fake._loop).result(30)
     else:
-        asyncio.run(asyncio.wait_for(run(), 30))
+        asyncio.run(asyncio.wait_for(run(), 300))
 
 
 def test_batches_that_arrive_in_one_iteration_share_its_limit() -> None:
@@ -455,7 +455,7 @@ def test_batches_that_arrive_in_one_iteration_share_its_limit() -> None:
         await asyncio.gather(*futures)
         assert max(after - before for before, after in itertools.pairwise(done)) <= 32
 
-    asyncio.run(asyncio.wait_for(run(), 30))
+    asyncio.run(asyncio.wait_for(run(), 300))
 
 
 def test_no_distribution_waits_for_the_garbage_collector(fake: sglrl.BlockingClient) -> None:
@@ -648,7 +648,6 @@ def test_by_name(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model.close()
 
 
-@pytest.mark.timeout(300)
 def test_a_program_that_never_closes_its_model_exits(tiny: Path) -> None:
     """uvloop ran timers after the interpreter was finalized, which is a SIGSEGV (status 11)."""
     done = subprocess.run(

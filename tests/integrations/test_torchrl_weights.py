@@ -214,7 +214,7 @@ def test_a_models_weights_arrive(
 ) -> None:
     """Send from this process over the pool's own channel, or by address like another process."""
     pool = learner.server_url if where == "address" else learner
-    scheme = SGLangWeightSyncScheme(pool, strategy=strategy, timeout=60.0)
+    scheme = SGLangWeightSyncScheme(pool, strategy=strategy, timeout=300)
     sender = scheme.create_sender()
     sender.register_model(model)
     collector = Collector()

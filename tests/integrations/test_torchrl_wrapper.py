@@ -691,14 +691,14 @@ def test_calls_from_several_threads_do_not_wait_for_each_other(
     wrapper = SGLangWrapper(
         pool, input_mode="text", batching=True, min_batch_size=64, generate_kwargs=GREEDY
     )
-    together = threading.Barrier(4, timeout=60)
+    together = threading.Barrier(4, timeout=300)
 
     def call(i: int) -> TensorDictBase:
         together.wait()
         return wrapper(TensorDict(text=Text(prompt=[TEXTS[i % 3]]), batch_size=1))
 
     with ThreadPoolExecutor(4) as threads:
-        results = list(threads.map(call, range(4), timeout=60))
+        results = list(threads.map(call, range(4), timeout=300))
     for i, found in enumerate(results):
         assert found["text"].prompt == [TEXTS[i % 3]]
     assert wrapper.get_batching_state()["queue_size"] == 0

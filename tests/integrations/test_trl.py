@@ -364,7 +364,6 @@ def test_arguments_that_would_have_no_effect(client: sglrl.BlockingClient) -> No
         _ = SGLangRollouts("model").client
 
 
-@pytest.mark.timeout(300)
 def test_several_processes_share_the_workers(client: sglrl.BlockingClient, model: Path) -> None:
     before = client.weight_version
     kinds = ("whole models on CPUs", "FSDP2 on CPUs")

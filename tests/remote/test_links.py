@@ -67,7 +67,7 @@ async def test_a_link_that_fails_for_less_than_the_timeout() -> None:
 
 def fails_for_a_short_time(how: str) -> None:
     with two_hosts() as (one, two):
-        pool, client = begin(one, two, 20.0, 500)
+        pool, client = begin(one, two, 120.0, 500)
         if how == "down":
             two.up = False
         else:

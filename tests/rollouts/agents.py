@@ -61,7 +61,7 @@ def nested_agent() -> Callable[..., Any]:
 
 async def until(condition: Callable[[], Any]) -> Any:
     """Poll until another process has written its result. No event reports that."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         while not (found := condition()):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     return found

@@ -17,8 +17,6 @@ from .agents import (
     SOME_ITEMS,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.parametrize("processes", [None, 2])
 async def test_a_class_is_made_where_its_agents_run(

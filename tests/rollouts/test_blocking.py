@@ -30,7 +30,7 @@ def test_blocking(tmp_path: Path) -> None:
         assert run.metrics.samples_done == 80
         with client.rollout(two_turns, ITEMS, batch_size=5) as run:
             run.take(5)
-            run.pause(timeout=60)
+            run.pause(timeout=300)
             state = run.state_dict()
             run.save(tmp_path / "run.json")
             run.resume()

@@ -185,10 +185,10 @@ async def test_what_fails_is_run_again_while_the_next_item_is_awaited(
     agent = Flaky({0, 1, 2}, times=2)
     async with sglrl.rollout(client, agent, items(), group_size=2) as run:
         for index in range(3):
-            (group,) = await run.take(1, timeout=30)
+            (group,) = await run.take(1, timeout=300)
             assert group.index == index
             come.set()
-        assert await run.take(1, timeout=30) == []
+        assert await run.take(1, timeout=300) == []
     assert run.metrics.samples_retried == 12
 
 

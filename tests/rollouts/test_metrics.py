@@ -15,8 +15,6 @@ from sglrl.rollouts import Distribution, RolloutMetrics, Trajectory
 
 from .agents import ITEMS, SOME_ITEMS
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def make_agent() -> Any:
     """Return an agent with one to four turns, which is pickled by value."""

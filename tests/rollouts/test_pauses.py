@@ -19,7 +19,7 @@ from .agents import (
 async def test_a_paused_run_samples_nothing(client: sglrl.Client) -> None:
     async with sglrl.rollout(client, two_turns, ITEMS * 50, group_size=2) as run:
         await run.take(5)
-        await run.pause(timeout=60)
+        await run.pause(timeout=300)
         turns = run.metrics.turns
         assert not any(w.load for w in client.workers)
         await client.generate(input_ids=[1], max_new_tokens=50)
@@ -27,17 +27,17 @@ async def test_a_paused_run_samples_nothing(client: sglrl.Client) -> None:
         run.resume()
         await run.take(20)
         assert run.metrics.turns > turns
-        await run.pause(timeout=60)
+        await run.pause(timeout=300)
 
 
 async def test_a_pause_is_not_counted_against_the_timeout(client: sglrl.Client) -> None:
     run = sglrl.rollout(client, two_turns, ITEMS[:4], timeout=3.0, retries=0)
     async with run:
-        await run.pause(timeout=30)
+        await run.pause(timeout=300)
         with pytest.raises(sglrl.DeadlineExceeded):
             await run.take(1, timeout=3.2)
         run.resume()
-        groups = await run.take(4, timeout=30)
+        groups = await run.take(4, timeout=300)
     assert len(groups) == 4
     assert run.metrics.samples_lost == {}
 

@@ -20,8 +20,6 @@ from .agents import (
     until,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 
 async def test_the_pools_end_ends_the_run() -> None:
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:

@@ -17,8 +17,6 @@ from .agents import (
     until,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 
 async def test_errors_are_told_and_run_again(client: sglrl.Client, tmp_path: Path) -> None:
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:

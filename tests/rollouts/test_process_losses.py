@@ -17,8 +17,6 @@ from .agents import (
     until,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 
 async def test_a_process_that_dies_costs_its_samples_a_try(
     client: sglrl.Client, tmp_path: Path

@@ -18,8 +18,6 @@ from .agents import (
     until,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.parametrize("staleness", [0, 1])
 async def test_tokens_that_are_too_old_are_not_handed_out(

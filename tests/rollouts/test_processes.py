@@ -22,8 +22,6 @@ from .agents import (
     nested_agent,
 )
 
-pytestmark = pytest.mark.timeout(60)
-
 
 async def test_the_trajectories_are_those_of_one_process(client: sglrl.Client) -> None:
     async def run(processes: int | None) -> tuple[dict[int, sglrl.Group], sglrl.RolloutMetrics]:

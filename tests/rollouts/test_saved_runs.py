@@ -15,8 +15,6 @@ import sglrl
 
 from .agents import ITEMS, one_turn
 
-pytestmark = pytest.mark.timeout(60)
-
 GROUPS = 7
 
 

@@ -42,7 +42,7 @@ async def test_a_timeout_of_a_tool_is_an_error_like_others(client: sglrl.Client)
             raise TimeoutError("the tool is slow")
         return await two_turns(session, item)
 
-    run = sglrl.rollout(client, agent, ITEMS, timeout=100, on_error="drop")
+    run = sglrl.rollout(client, agent, ITEMS, timeout=300, on_error="drop")
     assert len([g async for g in run]) == 39
     assert run.metrics.samples_lost == {"error": 1}, "at once, and with its group"
 

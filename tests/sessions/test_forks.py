@@ -106,7 +106,7 @@ async def test_seeds_of_forks_differ(client: sglrl.Client) -> None:
 
 
 async def test_closing(client: sglrl.Client) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         async with client.session(input_ids=PROMPT) as session:
             forks = [session.fork() for _ in range(3)]
             begun = [asyncio.Event() for _ in range(4)]

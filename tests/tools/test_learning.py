@@ -329,7 +329,7 @@ def test_replay_takes_each_tokens_own_version() -> None:
 # --- a run ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("default")
 def test_a_short_run_is_exact_and_reports_that_it_did_not_learn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]

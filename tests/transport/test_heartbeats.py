@@ -83,7 +83,7 @@ async def silent(keys: str, kind: Any, busy: str) -> None:
                         end.send([large])
                     elif busy == "router":
                         router.send(b"w", [large])
-                assert await asyncio.to_thread(told.wait, 20)
+                assert await asyncio.to_thread(told.wait, 300)
                 await broken.wait()
                 await unknown(router)
 
@@ -107,7 +107,7 @@ async def notices(by: str) -> None:
                 await inbox.reach(1)
                 proxy.silence(0)
                 if by == "dealer":
-                    assert await asyncio.to_thread(told.wait, 20)
+                    assert await asyncio.to_thread(told.wait, 300)
                 else:
                     await broken.wait()
                     await unknown(router)

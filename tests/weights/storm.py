@@ -253,13 +253,13 @@ class Storm:
         mode: Any = rng.choice(["in_place", "retract", "abort"])
         seconds = rng.uniform(0.0, 1.0)
         try:
-            await self.client.pause(mode, timeout=30)
+            await self.client.pause(mode, timeout=300)
             await asyncio.sleep(seconds)
         except sglrl.DeadlineExceeded as error:
             return f"pause: {error}"
         finally:
             with contextlib.suppress(sglrl.DeadlineExceeded):
-                await self.client.resume(timeout=30)
+                await self.client.resume(timeout=300)
         return f"paused ({mode}) for {seconds:.2f} s"
 
     # --- helpers ----------------------------------------------------------------------------------

@@ -24,7 +24,8 @@ Engine arguments:
   limits for adapters, which do not change the output. ``fail_lora``: a path; a worker that finds
   a file there removes it, and cannot prepare the adapter.
 * ``routed_experts`` (default (2, 2, 8)): layers, choices of a token in each of them, and experts e.
-* ``hang_file``: a path. A worker that finds a file there in a step removes the file and hangs.
+* ``hang_file``: a path. A worker that finds a file there in a step removes the file and hangs. If
+  the file has a number, the worker first goes on until a request has that many new tokens.
 """
 
 from __future__ import annotations
@@ -333,9 +334,11 @@ class FakeEngine:
 
     def _hang_if_told(self, file: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
-            file.unlink()
-            while True:
-                time.sleep(3600.0)
+            tokens = int(file.read_text() or 0)
+            if any(request.done >= tokens for request in self.requests.values()):
+                file.unlink()
+                while True:
+                    time.sleep(3600.0)
 
     def _emit(self, id_: int, request: _Running, finish: str) -> None:
         prompt, begin, end = request.prompt, request.sent * 4, request.done * 4
