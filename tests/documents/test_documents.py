@@ -192,6 +192,18 @@ def test_llms_txt_lists_every_page_of_the_site() -> None:
     ]
 
 
+def test_llms_txt_counts_the_examples() -> None:
+    (count,) = re.findall(r"\): (\d+) complete programs", (ROOT / "docs/llms.txt").read_text())
+    assert int(count) == len([*(ROOT / "examples").glob("*.py")])
+
+
+def test_llms_txt_names_the_supported_versions() -> None:
+    """It has them from ``docs/supported.md``, which is checked."""
+    text = (ROOT / "docs/llms.txt").read_text()
+    (versions,) = re.findall(r"SGLang (\S+ to [\d.]+)\. ", text)
+    assert f"| SGLang | {versions} " in (ROOT / "docs/supported.md").read_text()
+
+
 def public_names(module: str) -> list[str]:
     """Return the ``__all__`` of a module, which is not imported: some modules import torch."""
     path = ROOT.joinpath(*module.split("."))
