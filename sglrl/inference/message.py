@@ -32,11 +32,14 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
         content: the text, without reasoning and calls.
         reasoning_content: the reasoning; None if there is none.
         tool_calls: all calls in order, also those with an ``error``.
+        raw_content: with a malformed call: the content and the text of malformed calls, as it was
+            sampled. Otherwise "".
     """
 
     content: str
     reasoning_content: str | None = None
     tool_calls: tuple[ToolCall, ...] = ()
+    raw_content: str = ""
 
     @property
     def role(self) -> str:
@@ -48,7 +51,8 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
         Calls with an error are text of the content, because templates have no place for them.
         """
         wrong = "".join(call.raw for call in self.tool_calls if call.error)
-        found: dict[str, Any] = {"role": self.role, "content": self.content + wrong}
+        content = self.raw_content or self.content + wrong
+        found: dict[str, Any] = {"role": self.role, "content": content}
         if self.reasoning_content is not None:
             found["reasoning_content"] = self.reasoning_content
         calls = [

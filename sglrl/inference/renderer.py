@@ -87,6 +87,24 @@ class Renderer:
         """Return the same renderer for other tools."""
         return Renderer(self.name, self._renderer, self._box, tools)
 
+    def keeping_thoughts(self) -> Renderer:
+        """Return a renderer whose ``bridge`` assumes that the template removes no thoughts.
+
+        Use it if the template does not change the earlier messages of a conversation. A renderer
+        without this setting is returned itself.
+        """
+        try:
+            made = _keeping.get(self._renderer)
+            if made is None:
+                from renderers.base import create_renderer
+
+                config = self._renderer.config.model_copy(update={"thinking_retention": "all"})
+                made = _keeping[self._renderer] = create_renderer(self._box.tokenizer, config)
+        except Exception as error:
+            logger.info("the renderer %r has no thinking_retention: %s", self.name, error)
+            return self
+        return Renderer(self.name, made, self._box, self.tools)
+
     def difference(self, messages: Sequence[Message], expected: Sequence[int]) -> str:
         """Return how its tokens of a prompt differ from those of the template, or ""."""
         try:
@@ -174,7 +192,35 @@ class Renderer:
             content=found.content,
             reasoning_content=found.reasoning_content,
             tool_calls=tuple(calls),
+            raw_content=self._raw_content(found, calls, sampled),
         )
+
+    def _raw_content(self, found: Any, calls: Sequence[ToolCall], sampled: list[int]) -> str:
+        """Return ``AssistantMessage.raw_content``.
+
+        Args:
+            found: the parsed turn.
+        """
+        spans = [call.token_span for call in found.tool_calls]
+        if not any(call.error for call in calls) or None in spans:
+            return ""
+        ends = set(self.end_tokens)
+        ids = list(takewhile(lambda token: token not in ends, sampled))
+        before = self._box.decode(ids[: spans[0][0]], False)
+        text = before.rstrip()
+        sizes = range(len(found.content), -1, -1)
+        # The content may go on after the calls, and reasoning may come before it.
+        size = next(size for size in sizes if text.endswith(found.content[:size]))
+        parts = [found.content[:size], before[len(text) :]]
+        at = spans[0][0]
+        for (start, stop), call in zip(spans, calls, strict=True):
+            if call.error:
+                stop = start
+            parts.append(self._box.decode(ids[at:start], False))
+            at = max(at, stop)
+        parts.append(self._box.decode(ids[at:], False))
+        raw = "".join(parts)
+        return raw if size else raw.lstrip()
 
     def bridge(
         self, prompt: list[int], sampled: list[int], new: Sequence[Message]
@@ -219,6 +265,8 @@ def _call(found: Any, id_: str) -> ToolCall:
     )
 
 
+_keeping: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""By renderer of the package, the same one that keeps thoughts: ``Renderer.keeping_thoughts``."""
 _known: WeakKeyDictionary[TokenizerBox, dict[str, Renderer | None]] = WeakKeyDictionary()
 """The renderers that were found, by name and arguments of the template."""
 

@@ -6,6 +6,10 @@ the text that the template writes after the assistant's answer: the end of the t
 messages, and the beginning of the next turn. The result is the same conversation only if the
 template does not change the earlier text. This module checks that. If it does, the session
 branches: the prompt of its next turn is the whole conversation, rendered again.
+
+The form of the answer does not matter. A template may trim white space, and a parsed call may have
+other white space or another order of its arguments than the sampled call. The sampled tokens stay.
+A template that removes the thoughts of the answer, or a part of its text, changes it.
 """
 
 from __future__ import annotations
@@ -21,6 +25,8 @@ Render = Callable[[Sequence[Message]], str]
 
 _MARK = "\u2063\u2062answer\u2062\u2063"
 """Marks the answer with invisible operators, which no conversation has and no template trims."""
+_THOUGHT = "\u2063\u2062thought\u2062\u2063"
+"""Marks the reasoning of the answer."""
 
 
 class Continued(NamedTuple):
@@ -29,10 +35,13 @@ class Continued(NamedTuple):
     Attributes:
         text: what follows the answer; the whole conversation if it is rewritten.
         rewritten: whether the template renders earlier text differently.
+        only_form: with ``rewritten``: the template keeps everything that was said, but this text
+            does not show where the answer ends. A renderer may extend the sampled tokens.
     """
 
     text: str
     rewritten: bool
+    only_form: bool = False
 
 
 def continued(
@@ -43,6 +52,7 @@ def continued(
     new: Sequence[Message],
     *,
     allow_rewrite: bool,
+    is_parsed: bool = False,
 ) -> Continued:
     """Return the text between the assistant's answer and its next turn.
 
@@ -53,6 +63,8 @@ def continued(
         new: the messages that follow the answer.
         allow_rewrite: append what the template puts after the answer even if it renders ``history``
             or the answer differently when ``new`` follows.
+        is_parsed: a renderer has parsed the answer, so its reasoning and calls are not in its
+            content.
 
     Raises:
         InvalidRequest: the template omits the answer, with ``allow_rewrite``.
@@ -63,8 +75,50 @@ def continued(
         if at < 0:
             raise InvalidRequest("the chat template leaves the assistant's answer out")
         return Continued(whole[at + len(_MARK) :], False)
-    before = render(history) + text
+    head = render(history)
     whole = render([*history, answer, *new])
-    if whole.startswith(before):
-        return Continued(whole[len(before) :], False)
-    return Continued(whole, True)
+    if whole.startswith(head + text):
+        return Continued(whole[len(head) + len(text) :], False)
+    thinks = is_parsed and _thinks(text, answer)
+    marked = _rendered(render, [*history, _marked(answer, thinks), *new])
+    if not marked.startswith(head) or (thinks and _THOUGHT not in marked):
+        return Continued(whole, True)
+    if answer.get("tool_calls"):
+        return Continued(whole, True, only_form=True)
+    answered, mark, after = marked.rpartition(_MARK)
+    if not mark or len(answered) < len(head):
+        return Continued(whole, True)
+    if not is_parsed:
+        said = whole[len(head) : len(whole) - len(after)]
+        if not whole.endswith(after) or _without_space(said) != _without_space(text):
+            return Continued(whole, True)
+    return Continued(after, False)
+
+
+def _thinks(text: str, answer: Message) -> bool:
+    """Return whether a parsed answer has reasoning, which may be empty.
+
+    Args:
+        text: the sampled text. Reasoning comes before the content.
+    """
+    content = _without_space(answer.get("content") or "")
+    return bool(answer.get("reasoning_content")) or not _without_space(text).startswith(content)
+
+
+def _marked(answer: Message, thinks: bool) -> Message:
+    """Return the answer with marks in place of its content and its reasoning."""
+    found = {**answer, "content": _MARK}
+    found.pop("reasoning_content", None)
+    return {**found, "reasoning_content": _THOUGHT} if thinks else found
+
+
+def _rendered(render: Render, messages: Sequence[Message]) -> str:
+    """Return the text of a conversation, or "" if the template rejects it."""
+    try:
+        return render(messages)
+    except InvalidRequest:
+        return ""
+
+
+def _without_space(text: str) -> str:
+    return "".join(text.split())

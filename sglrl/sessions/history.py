@@ -119,15 +119,20 @@ class History:
         return Place(turn, prompt + sampled, start, dialogue, False, held)
 
     def find(self, messages: Sequence[Message]) -> int:
-        """Return the turn whose conversation is the longest beginning of messages, or ``ROOT``."""
-        given = list(messages)
+        """Return the turn whose conversation is the longest beginning of messages, or ``ROOT``.
+
+        White space around the content of an assistant's message makes no difference.
+        """
+        given = _stripped(messages)
         best, length = ROOT, 0
         for turn, dialogue in enumerate(self._dialogues):
             before = dialogue.messages
-            if before is None or len(before) < length or before != given[: len(before)]:
+            if before is None or len(before) < length or len(before) >= len(given):
+                continue
+            if _stripped(before) != given[: len(before)]:
                 # Decoding the answer takes longer than this comparison.
                 continue
-            known = self.messages(turn) or []
+            known = _stripped(self.messages(turn) or [])
             if length < len(known) and known == given[: len(known)]:
                 best, length = turn, len(known)
         return best
@@ -212,3 +217,13 @@ class History:
     def _conversation(self, turn: int) -> Conversation:
         prompt = self.turns[turn]._prompt
         return prompt.conversation if isinstance(prompt, Beginning) else Conversation()
+
+
+def _stripped(messages: Sequence[Message]) -> list[Message]:
+    """Return messages without white space around the content of the assistant's."""
+    return [
+        {**message, "content": (message.get("content") or "").strip()}
+        if message.get("role") == "assistant"
+        else message
+        for message in messages
+    ]

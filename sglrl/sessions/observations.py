@@ -96,20 +96,30 @@ def encode_observations(
             said = parsed(spec.renderer, tokens, dialogue, 0)
         text = _text_of(spec, tokens, dialogue, ended is not None)
         answer = _message_of(text, dialogue, said)
-        bridge = None
+        bridge = after = None
         if spec.renderer is not None and said is not None:
             bridge = _bridge(spec.renderer, tokens, dialogue.answer_at, said, item)
+        if bridge is None:
+            after = continued(
+                spec.render,
+                dialogue.messages,
+                text,
+                answer,
+                item,
+                allow_rewrite=spec.allow_rewrite,
+                is_parsed=said is not None,
+            )
+            if after.only_form and spec.renderer is not None and said is not None:
+                renderer = spec.renderer.keeping_thoughts()
+                bridge = _bridge(renderer, tokens, dialogue.answer_at, said, item)
         if bridge is not None:
             tokens = check_ids(bridge, spec.vocab_size)
-        else:
-            added, rewritten = continued(
-                spec.render, dialogue.messages, text, answer, item, allow_rewrite=spec.allow_rewrite
-            )
-            ids = box.encode_rendered([added])[0]
-            if ended is not None and not rewritten and ids[:1] == [ended]:
+        elif after is not None:
+            ids = box.encode_rendered([after.text])[0]
+            if ended is not None and not after.rewritten and ids[:1] == [ended]:
                 # The model sampled the end token that the template writes, so add it only once.
                 ids = ids[1:]
-            tokens = (b"" if rewritten else tokens) + check_ids(ids, spec.vocab_size)
+            tokens = (b"" if after.rewritten else tokens) + check_ids(ids, spec.vocab_size)
         dialogue = Dialogue([*dialogue.messages, answer, *item], answer_at=len(tokens))
     return tokens, dialogue
 
