@@ -266,7 +266,18 @@ class WorkerStartError(WorkerError):
 
 
 class WorkerLost(WorkerError):
-    """A worker was lost while it held the call, and no other worker could continue the call."""
+    """A worker was lost while it held the call, and no other worker could continue the call.
+
+    Attributes:
+        state_lost: the call was made through ``ActorHandle.lease`` or ``handle[i]``, and the
+            process with the object's state is gone.
+    """
+
+    state_lost: bool
+
+    def __init__(self, message: str, *, worker: int = -1, state_lost: bool = False) -> None:
+        super().__init__(message, worker=worker)
+        self.state_lost = state_lost
 
 
 class WeightsLost(WorkerError):

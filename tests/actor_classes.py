@@ -189,6 +189,10 @@ class Gate(sglrl.Actor):
         yield 0
         yield await self._pass()
 
+    @sglrl.endpoint(idempotent=True)
+    async def trickle_again(self) -> AsyncIterator[int]:
+        yield await self._pass()
+
     @sglrl.endpoint
     async def trickle_lies(self) -> AsyncIterator[int]:
         yield "no number"  # type: ignore[misc]
@@ -230,6 +234,36 @@ class Gate(sglrl.Actor):
     @sglrl.endpoint
     async def most_at_once(self) -> int:
         return self.most
+
+
+class World(sglrl.Actor):
+    """An environment: its state is the number of steps since it was reset."""
+
+    def __init__(self) -> None:
+        self.steps_made = 0
+
+    @sglrl.endpoint
+    async def reset(self) -> int:
+        self.steps_made = 0
+        return self.steps_made
+
+    @sglrl.endpoint
+    async def step(self) -> int:
+        self.steps_made += 1
+        return self.steps_made
+
+    @sglrl.endpoint
+    async def steps(self, count: int) -> AsyncIterator[int]:
+        for _ in range(count):
+            yield await self.step()
+
+    @sglrl.endpoint(idempotent=True)
+    async def steps_so_far(self) -> int:
+        return self.steps_made
+
+    @sglrl.endpoint
+    async def pid(self) -> int:
+        return os.getpid()
 
 
 class Blocks(sglrl.Actor):

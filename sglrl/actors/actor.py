@@ -35,6 +35,7 @@ _RESERVED = {
     "add_workers",
     "broadcast",
     "close",
+    "lease",
     "remove_worker",
     "stream",
     "wait_until_full",

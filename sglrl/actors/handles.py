@@ -10,29 +10,75 @@ from typing import Any
 from msgspec import Raw
 
 from ..core.calls import Call
+from ..core.members import LOST, Member
 from ..driver.driver import ENVELOPE_BYTES, Driver
-from ..errors import MessageTooLarge, UnknownEndpoint, UsageError
+from ..errors import Closed, MessageTooLarge, UnknownEndpoint, UsageError
 from .actor import EndpointSpec, deadline_from
 from .replies import StreamReply, UnaryReply
 
 
+class Target:
+    """The process that a handle calls: one incarnation of a worker, and never its replacement.
+
+    Attributes:
+        worker: index of the worker.
+        member: the process. None: the worker's process at the first call. The first call is not
+            bound to it, because no state that the caller knows of precedes it.
+        calls: the calls that run.
+        ended: why the handle accepts no more calls, or "".
+    """
+
+    def __init__(self, worker: int, member: Member | None = None) -> None:
+        self.worker = worker
+        self.member = member
+        self.calls: set[Call] = set()
+        self.ended = ""
+
+    def next_call(self, driver: Driver) -> Member | None:
+        """Return the process to which the next call is bound, if any.
+
+        Raises:
+            Closed: the handle accepts no more calls.
+        """
+        if self.ended:
+            raise Closed(self.ended)
+        member = self.member
+        if member is None:
+            now = driver.fabric.members[self.worker]
+            self.member = None if now.state is LOST else now
+        return member
+
+    def end(self, driver: Driver, why: str) -> None:
+        """Accept no more calls, and end those that run with ``Closed``."""
+        self.ended = why
+        for call in list(self.calls):
+            driver.cancel(call)
+            call.reply.end(call, Closed(why), ())
+        self.calls.clear()
+
+
 class _Caller:
-    """An endpoint bound to a handle and optionally to one worker."""
+    """An endpoint bound to a handle and optionally to one process or to one worker."""
 
-    __slots__ = ("_driver", "_spec", "_worker")
+    __slots__ = ("_driver", "_spec", "_target", "_worker")
 
-    def __init__(self, driver: Driver, spec: EndpointSpec, worker: int | None) -> None:
+    def __init__(
+        self,
+        driver: Driver,
+        spec: EndpointSpec,
+        target: Target | None = None,
+        worker: int | None = None,
+    ) -> None:
         self._driver = driver
         self._spec = spec
-        self._worker = worker
+        self._target = target
+        self._worker = worker if target is None else target.worker
 
     def __repr__(self) -> str:
         at = "" if self._worker is None else f" of worker {self._worker}"
         return f"<{type(self).__name__} of endpoint {self._spec.name}{at}>"
 
-    def _call(
-        self, reply: Any, args: tuple[Any, ...], kwargs: dict[str, Any], worker: int | None
-    ) -> Call:
+    def _call(self, reply: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         spec = self._spec
         timeout = kwargs.pop("timeout", spec.timeout)
         body, frames = spec.arguments.encode(args, kwargs)
@@ -49,10 +95,22 @@ class _Caller:
             reply,
             frames=frames,
             deadline=deadline_from(timeout),
-            pinned=worker,
+            pinned=self._worker,
             idempotent=spec.idempotent,
             stream=spec.streaming,
         )
+
+    def _submit(self, call: Call) -> None:
+        target = self._target
+        if target is not None:
+            call.bound_to = target.next_call(self._driver)
+        self._driver.submit(call)
+        if target is not None:
+            target.calls.add(call)
+
+    def _finish(self, call: Call) -> None:
+        if self._target is not None:
+            self._target.calls.discard(call)
 
 
 class UnaryCaller(_Caller):
@@ -60,14 +118,16 @@ class UnaryCaller(_Caller):
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         future = asyncio.get_running_loop().create_future()
-        call = self._call(UnaryReply(future, self._spec.result), args, kwargs, self._worker)
-        self._driver.submit(call)
+        call = self._call(UnaryReply(future, self._spec.result), args, kwargs)
+        self._submit(call)
         try:
             return await future
         except BaseException:
             # This has no effect on a call that has ended.
             self._driver.cancel(call)
             raise
+        finally:
+            self._finish(call)
 
 
 class StreamCaller(_Caller):
@@ -79,12 +139,12 @@ class StreamCaller(_Caller):
 
     def __call__(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         reply = StreamReply(self._spec.result)
-        call = self._call(reply, args, kwargs, self._worker)
+        call = self._call(reply, args, kwargs)
         return self._iterate(reply, call)
 
     async def _iterate(self, reply: StreamReply, call: Call) -> AsyncGenerator[Any, None]:
         reply.give_up = lambda: self._driver.cancel(call)
-        self._driver.submit(call)
+        self._submit(call)
         try:
             while True:
                 more, item = await reply.next()
@@ -94,6 +154,7 @@ class StreamCaller(_Caller):
         finally:
             if not reply.done:
                 self._driver.cancel(call)
+            self._finish(call)
 
 
 class BroadcastCaller(_Caller):
@@ -108,7 +169,7 @@ class BroadcastCaller(_Caller):
             async with asyncio.TaskGroup() as group:
                 tasks = [
                     group.create_task(
-                        UnaryCaller(self._driver, self._spec, index)(*args, **dict(kwargs))
+                        UnaryCaller(self._driver, self._spec, worker=index)(*args, **dict(kwargs))
                     )
                     for index in workers
                 ]
@@ -126,12 +187,12 @@ class _Namespace:
         driver: Driver,
         specs: dict[str, EndpointSpec],
         owner: str,
-        worker: int | None = None,
+        target: Target | None = None,
     ) -> None:
         self._driver = driver
         self._specs = specs
         self._owner = owner
-        self._worker = worker
+        self._target = target
 
     def _spec(self, name: str) -> EndpointSpec:
         spec = self._specs.get(name)
@@ -155,7 +216,7 @@ class StreamNamespace(_Namespace):
         spec = self._spec(name)
         if not spec.streaming:
             raise UsageError(f"{self._owner}.{name} returns one result; call handle.{name}(...)")
-        return StreamCaller(self._driver, spec, self._worker)
+        return StreamCaller(self._driver, spec, self._target)
 
 
 class BroadcastNamespace(_Namespace):
@@ -165,11 +226,16 @@ class BroadcastNamespace(_Namespace):
         spec = self._spec(name)
         if spec.streaming:
             raise UsageError(f"{self._owner}.{name} is a stream; broadcast takes unary endpoints")
-        return BroadcastCaller(self._driver, spec, None)
+        return BroadcastCaller(self._driver, spec)
 
 
 class WorkerHandle(_Namespace):
-    """``handle[i]``: the endpoints of one worker as attributes."""
+    """The endpoints of one process as attributes: that of a lease, or ``handle[i]``.
+
+    When the process dies, the state of its object is gone. Running and later calls then raise
+    ``WorkerLost``, including those of idempotent endpoints. None of them runs in the replacement.
+    A ``handle[i]`` is bound to the process that worker i has at the first call through it.
+    """
 
     def __getattr__(self, name: str) -> UnaryCaller:
         if name.startswith("__"):
@@ -179,8 +245,8 @@ class WorkerHandle(_Namespace):
             raise UsageError(
                 f"{self._owner}.{name} is a stream; iterate over handle.stream.{name}(...)"
             )
-        return UnaryCaller(self._driver, spec, self._worker)
+        return UnaryCaller(self._driver, spec, self._target)
 
     @property
     def stream(self) -> StreamNamespace:
-        return StreamNamespace(self._driver, self._specs, self._owner, self._worker)
+        return StreamNamespace(self._driver, self._specs, self._owner, self._target)

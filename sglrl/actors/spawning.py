@@ -15,6 +15,7 @@ from ..config import (
     check_env,
     check_restarts,
     check_target,
+    check_timeout,
     path_of,
     positive,
     strategies,
@@ -29,7 +30,8 @@ from ..hosts.started import hosts_from
 from ..wire.processes import ActorSpec
 from .actor import Actor, EndpointSpec, constructor_arguments, endpoints_of
 from .class_pickling import by_value, importable_as, uninstalled_modules
-from .handles import BroadcastNamespace, StreamNamespace, UnaryCaller, WorkerHandle
+from .handles import BroadcastNamespace, StreamNamespace, Target, UnaryCaller, WorkerHandle
+from .leases import Lease, Leases
 
 
 class ActorHandle:
@@ -38,6 +40,7 @@ class ActorHandle:
     * ``await handle.method(...)`` calls the least loaded worker.
     * ``handle.stream.method(...)`` is an async iterator.
     * ``await handle.broadcast.method(...)`` calls all workers.
+    * ``async with handle.lease() as one`` is one process, for an episode that depends on its state.
     * ``handle[i]`` is worker i, and ``for worker in handle`` iterates over the workers.
 
     Every call takes ``timeout=`` in seconds in addition to the endpoint's own arguments.
@@ -47,6 +50,7 @@ class ActorHandle:
         self._cls = cls
         self._specs: dict[str, EndpointSpec] = endpoints_of(cls)
         self._pool = pool
+        self._leases: Leases | None = None
 
     async def __aenter__(self) -> Self:
         await self._pool.enter()
@@ -122,11 +126,51 @@ class ActorHandle:
     def broadcast(self) -> BroadcastNamespace:
         return BroadcastNamespace(self._pool.driver, self._specs, self._cls.__name__)
 
+    def lease(self, *, share: int = 1, timeout: float | None = 600.0) -> Lease:
+        """Reserve one worker for an episode: ``async with handle.lease() as worker``.
+
+        Endpoints are called as on ``handle[i]``. All calls go to the same process, which no other
+        lease has meanwhile. When this process dies, running and later calls raise ``WorkerLost``,
+        including those of idempotent endpoints: the state of the episode is gone. The episode
+        begins again with another lease. A worker whose connection breaks and returns keeps its
+        object, so the lease continues, but calls that were running may raise ``WorkerLost``.
+
+        The end of the block releases the worker, also after an error or a cancellation. It cancels
+        calls and streams of the lease that still run, and later ones raise ``Closed``. The object
+        keeps its state, so an episode begins with a reset. Calls without a lease may go to leased
+        workers.
+
+        Args:
+            share: maximum number of leases that a worker may have at the same time, including this
+                one. Use more than 1 for an actor that keeps the state of several episodes apart.
+            timeout: seconds to wait for a worker, first come, first served; None: no limit.
+
+        Raises:
+            DeadlineExceeded: on entering, when no worker became free in time.
+            WorkerLost: on entering, when no worker is left in the pool.
+            Closed: on entering, when the pool is closed.
+        """
+        check_timeout(timeout)
+        if self._leases is None:
+            self._leases = Leases(self._pool.driver)
+        return Lease(
+            self._leases, self._specs, self._cls.__name__, positive("share", share), timeout
+        )
+
     def __getitem__(self, index: int) -> WorkerHandle:
+        """Return worker ``index``: the process that it has at the first call.
+
+        After the loss of this process, calls raise ``WorkerLost``. ``handle[i]`` made anew is the
+        replacement, which has a new object.
+
+        Raises:
+            UsageError: there is no such worker.
+        """
         _, index, _ = check_target(0, index, None)  # type: ignore[assignment]
         if index is None or not 0 <= index < len(self._pool.workers):
             raise UsageError(f"there is no worker {index}; this pool has {len(self._pool.workers)}")
-        return WorkerHandle(self._pool.driver, self._specs, self._cls.__name__, index)
+        driver = self._pool.driver
+        return WorkerHandle(driver, self._specs, self._cls.__name__, Target(index))
 
     def __iter__(self) -> Iterator[WorkerHandle]:
         """Iterate over the handles of the workers, in order."""
@@ -138,9 +182,7 @@ class ActorHandle:
     def __getattr__(self, name: str) -> UnaryCaller:
         if name.startswith("_"):
             raise AttributeError(name)
-        caller = getattr(
-            WorkerHandle(self._pool.driver, self._specs, self._cls.__name__, None), name
-        )
+        caller = getattr(WorkerHandle(self._pool.driver, self._specs, self._cls.__name__), name)
         # The next access finds the attribute without this method.
         self.__dict__[name] = caller
         return caller  # type: ignore[no-any-return]

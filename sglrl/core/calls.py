@@ -57,6 +57,9 @@ class Call:
         reply: opaque to the core, which returns it in the effects.
         stream: the caller receives chunks as they arrive. The caller would therefore notice if a
             running call started again from the beginning.
+        bound_to: the process that must execute the call, or None. The call is pinned to its worker,
+            and ends with ``WorkerLost`` instead of running in a replacement, also if it is
+            idempotent.
         resumable: another worker can continue from the chunks received so far.
         losses: number of workers lost while they held the call, since its last chunk. A
             worker that is away does not count.
@@ -76,6 +79,7 @@ class Call:
         "answer_bytes",
         "args",
         "attempts",
+        "bound_to",
         "client",
         "deadline",
         "endpoint",
@@ -125,6 +129,7 @@ class Call:
         self.deadline = deadline
         self.priority = priority
         self.pinned = pinned
+        self.bound_to: Holder | None = None
         self.target: int | None = None
         self.route = route
         self.idempotent = idempotent

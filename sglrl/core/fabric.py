@@ -50,7 +50,8 @@ class Fabric:
         self._why_closed = ""
         self.refusing = False
         """The pool accepts no new calls. Calls submitted before run to their end."""
-        self._last_loss = ""
+        self.last_loss = ""
+        """Why the last worker was lost; "" while a worker is left."""
         self._next_id = 0
         self.queue = CallQueue(self.config, self.router, self.members)
         self._woken = False
@@ -128,8 +129,8 @@ class Fabric:
             return
         self._leave(member, LOST if returns else RETIRED, reason)
         self._fail_pinned(member, f"lost ({reason})", keep_idempotent=returns)
-        self._pump(now)
         self._pump_woken(now)
+        self._pump(now)
         self._end_if_alone(reason)
 
     def member_away(self, index: int, reason: str, now: float) -> None:
@@ -140,8 +141,8 @@ class Fabric:
         its return.
         """
         self._leave(self.members[index], AWAY, reason)
-        self._pump(now)
         self._pump_woken(now)
+        self._pump(now)
 
     def _leave(self, member: Member, state: str, reason: str) -> None:
         """Move a member to a state in which it holds no calls, and requeue or end its calls."""
@@ -161,7 +162,9 @@ class Fabric:
             if state is not AWAY:
                 call.losses = losses
             begun = call.stream and call.state == RUNNING and not call.resumable
-            if call.idempotent and not begun and call.losses < self.config.max_attempts:
+            # A bound call needs the state of its process, which returns only with the process.
+            stays = call.bound_to is None or state is AWAY
+            if call.idempotent and stays and not begun and call.losses < self.config.max_attempts:
                 call.move(QUEUED)
                 call.worker = None
                 if not call.resumable:
@@ -176,6 +179,7 @@ class Fabric:
                         f"worker {member.index} was lost ({reason}) while it held this call "
                         f"({call.endpoint}, {why})",
                         worker=member.index,
+                        state_lost=call.bound_to is not None,
                     ),
                 )
 
@@ -220,7 +224,7 @@ class Fabric:
         if member is None:
             lost = not self.loads.members and self.members and not self.alive
             if lost and call.pinned is None:
-                raise WorkerLost(f"no worker is left in this pool: {self._last_loss}")
+                raise WorkerLost(f"no worker is left in this pool: {self.last_loss}")
             self.queue.push(call, limited=not call.urgent)
             self.calls[id_] = call
         else:
@@ -353,7 +357,7 @@ class Fabric:
         """End all queued calls if the last worker is retired."""
         if self.alive:
             return
-        self._last_loss = reason
+        self.last_loss = reason
         for call in [c for c in self.calls.values() if c.state == QUEUED]:
             self._end_queued(
                 call, WorkerLost(f"no worker is left; the last one was lost: {reason}")
@@ -365,9 +369,20 @@ class Fabric:
         target = self.members.get(call.pinned)
         if target is None:
             raise UsageError(f"there is no worker {call.pinned}; workers: {sorted(self.members)}")
+        if call.bound_to is not None and (call.bound_to is not target or target.state in GONE):
+            raise WorkerLost(
+                f"the process of worker {call.pinned} was lost, and the state of its object with "
+                f"it; begin again with another one ({call.endpoint})",
+                worker=call.pinned,
+                state_lost=True,
+            )
         gone = target.state in (DRAINING, RETIRED)
         if gone or (target.state is LOST and not call.idempotent):
-            raise WorkerLost(f"worker {call.pinned} is {target.state}", worker=call.pinned)
+            raise WorkerLost(
+                f"worker {call.pinned} is {target.state}",
+                worker=call.pinned,
+                state_lost=call.bound_to is not None,
+            )
         if call.urgent and target.state is READY:
             return target
         client = call.client
@@ -440,16 +455,19 @@ class Fabric:
         """End the waiting calls that are pinned to this worker.
 
         Args:
-            keep_idempotent: idempotent calls wait for a replacement. Other calls never do, because
-                they may depend on the state of the lost worker.
+            keep_idempotent: idempotent calls wait for a replacement, unless they are bound to the
+                process. Other calls never do, because they may depend on the state of the lost
+                worker.
         """
         for call in member.pinned:
-            if call.state == QUEUED and not (keep_idempotent and call.idempotent):
+            bound = call.bound_to is not None
+            if call.state == QUEUED and not (keep_idempotent and call.idempotent and not bound):
                 self._end_queued(
                     call,
                     WorkerLost(
                         f"worker {member.index} is {why} and this call was pinned to it",
                         worker=member.index,
+                        state_lost=bound,
                     ),
                 )
         if not keep_idempotent:

@@ -290,6 +290,7 @@ class Session:
 
         Raises:
             ToolError: see ``on_error``. Others as ``generate``.
+            WorkerLost: the process of a lease, whose endpoints the tools are, is gone.
         """
         limits = {"max_turns": max_turns, "timeout": timeout, "max_result": max_result}
         return await run_tools(self, tools, on_error=on_error, **limits, **values)  # type: ignore[arg-type]

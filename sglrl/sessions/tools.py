@@ -13,7 +13,7 @@ from typing import Any, Literal, Protocol
 import msgspec
 
 from ..config import check_timeout
-from ..errors import ToolError, UsageError
+from ..errors import ToolError, UsageError, WorkerLost
 from ..inference.completion import Completion
 from ..inference.message import ToolCall
 from ..system_limits import start_thread
@@ -133,7 +133,8 @@ async def _run(tools: Mapping[str, Tool], call: ToolCall, timeout: float | None)
     error = task.exception()
     if error is None:
         return task.result()
-    if not isinstance(error, Exception):
+    if not isinstance(error, Exception) or (isinstance(error, WorkerLost) and error.state_lost):
+        # The environment of this conversation is gone, which is not the result of a call.
         raise error
     failure = ToolError(f"{type(error).__name__}: {error}", tool=call.name, call_id=call.id)
     failure.__cause__ = error

@@ -13,6 +13,7 @@ from typing import Any
 from sglrl.config import FabricConfig
 from sglrl.core.calls import Call
 from sglrl.core.effects import Chunk, Drained, End, Restart, Send, SendCancel
+from sglrl.core.members import Member
 from sglrl.errors import Closed, DeadlineExceeded, Overloaded, UsageError, WorkerLost
 from sglrl.wire.calls import Item, ItemKind
 
@@ -67,6 +68,10 @@ class ModelCall:
         return self.call.pinned
 
     @property
+    def is_bound(self) -> bool:
+        return self.call.bound_to is not None
+
+    @property
     def order(self) -> tuple[int, int, int]:
         return -self.call.priority, self.client.turn, self.call.id
 
@@ -88,10 +93,16 @@ class Model:
         self.prompts: dict[object, int] = {}
         """Size of the prompt that waiting calls share, by their route."""
         self.members: dict[int, ModelMember] = {}
+        self.processes: dict[Member, ModelMember] = {}
+        """All processes that any worker has had. A replacement is another process."""
         self.calls: dict[int, ModelCall] = {}
         self.homes: dict[object, int] = {}
         """The member of the last call of each session or conversation."""
         self.closed = False
+
+    def add_process(self, member: Member) -> None:
+        """Add a new worker, or the replacement of a lost one."""
+        self.members[member.index] = self.processes[member] = ModelMember(member.index)
 
     # --- facts ------------------------------------------------------------------------------------
 
@@ -139,6 +150,10 @@ class Model:
                 return UsageError
             state = self.members[call.pinned].state
             if state in ("draining", "retired") or (state == "lost" and not call.idempotent):
+                return WorkerLost
+            if call.bound_to is not None and (
+                self.processes[call.bound_to] is not self.members[call.pinned] or state == "lost"
+            ):
                 return WorkerLost
         elif self.members and not self.alive():
             return WorkerLost
@@ -261,7 +276,8 @@ class Model:
         stranded = [
             c
             for c in self.in_state(WAITING)
-            if (c.pinned == index and not (returns and c.call.idempotent)) or not self.alive()
+            if (c.pinned == index and not (returns and c.call.idempotent and not c.is_bound))
+            or not self.alive()
         ]
         return wanted + self._end_all(stranded, WorkerLost)
 
@@ -283,7 +299,8 @@ class Model:
             else:
                 call.losses += 1
             begun = call.call.stream and call.state == RUNNING and not call.call.resumable
-            if call.call.idempotent and not begun and call.losses < self.max_attempts:
+            stays = state == "away" or not call.is_bound
+            if call.call.idempotent and stays and not begun and call.losses < self.max_attempts:
                 self._waits(call)
                 wanted.append((Restart, id_, None))
             else:

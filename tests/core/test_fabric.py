@@ -81,6 +81,50 @@ def test_pinned_to_a_worker_that_never_was() -> None:
         make_fabric(2).submit(make_call(pinned=7), 0.0)
 
 
+@pytest.mark.parametrize("idempotent", [False, True])
+@pytest.mark.parametrize("sent_before", [False, True])
+def test_a_bound_call_ends_with_its_process(idempotent: bool, sent_before: bool) -> None:
+    fabric = make_fabric(2, window=1)
+    process = fabric.members[0]
+    if not sent_before:
+        submit(fabric, pinned=0)
+    call = make_call(pinned=0, idempotent=idempotent)
+    call.bound_to = process
+    fabric.submit(call, 0.0)
+    assert (call.worker is process) == sent_before
+    fabric.member_lost(0, "it was killed", 1.0, returns=True)
+    error = last_end(fabric).outcome
+    assert isinstance(error, WorkerLost)
+    assert error.state_lost
+    for replaced in (False, True):
+        if replaced:
+            fabric.add_member(0)
+            fabric.member_ready(0, 1, 2.0)
+        late = make_call(pinned=0, idempotent=idempotent)
+        late.bound_to = process
+        with pytest.raises(WorkerLost, match="the state of its object"):
+            fabric.submit(late, 2.0)
+        fabric.cancel(late, 2.0)
+    validate(fabric)
+
+
+def test_a_bound_call_waits_for_a_process_that_is_away() -> None:
+    """The process still has its object, and an idempotent call may run twice in it."""
+    fabric = make_fabric(2)
+    calls = [make_call(pinned=0, idempotent=idempotent) for idempotent in (True, False, True)]
+    for call in calls:
+        call.bound_to = fabric.members[0]
+    fabric.submit(calls[0], 0.0)
+    fabric.submit(calls[1], 0.0)
+    fabric.member_away(0, "its connection is gone", 1.0)
+    assert [end.call for end in ends(fabric)] == [calls[1]]
+    fabric.submit(calls[2], 1.0)
+    sent(fabric)
+    fabric.member_ready(0, 8, 2.0)
+    assert sent(fabric) == [calls[0], calls[2]]
+    validate(fabric)
+
+
 def test_an_idempotent_call_moves_until_its_attempts_are_used_up() -> None:
     fabric = make_fabric(4, max_attempts=3)
     call = submit(fabric, idempotent=True)

@@ -15,6 +15,7 @@ from sglrl.core.calls import Call
 from sglrl.core.clients import ClientState
 from sglrl.core.fabric import Fabric
 from sglrl.core.invariants import validate
+from sglrl.core.members import Member
 from sglrl.core.prefixes import Route
 from sglrl.errors import SglrlError
 from sglrl.wire.calls import Item, ItemKind
@@ -105,8 +106,7 @@ class FabricStates(RuleBasedStateMachine):
     @rule()
     def join(self) -> None:
         index = len(self.model.members)
-        self.fabric.add_member(index)
-        self.model.members[index] = ModelMember(index)
+        self.model.add_process(self.fabric.add_member(index))
         with pytest.raises(SglrlError):
             self.fabric.add_member(index)
         self.judge([])
@@ -148,8 +148,7 @@ class FabricStates(RuleBasedStateMachine):
     def replace(self, n: int) -> None:
         member = self.member(n, "lost")
         if member is not None:
-            self.fabric.add_member(member.index)
-            self.model.members[member.index] = ModelMember(member.index)
+            self.model.add_process(self.fabric.add_member(member.index))
             self.judge([])
 
     @rule(n=pick, really=rarely)
@@ -239,6 +238,15 @@ class FabricStates(RuleBasedStateMachine):
         for priority, retry, stream, timed, client in settings:
             self.submit_one(priority, None, 4 if timed else None, retry, stream, None, client, 0)
 
+    @rule(n=pick, retries=st.lists(st.sampled_from(RETRIES), max_size=4), stream=st.booleans())
+    def submit_bound(self, n: int, retries: list[str], stream: bool) -> None:
+        """Submit calls for one process, which may have been replaced."""
+        processes = list(self.model.processes)
+        if processes:
+            to = processes[n % len(processes)]
+            for retry in retries:
+                self.submit_one(0, to.index, None, retry, stream, None, n, 0, to)
+
     @rule(turns=st.lists(st.tuples(pick, st.integers(0, 1)), min_size=3, max_size=10))
     def converse(self, turns: list[tuple[int, int]]) -> None:
         """Submit the next turns of a few conversations. Each conversation belongs to one client."""
@@ -291,6 +299,7 @@ class FabricStates(RuleBasedStateMachine):
         route: Route | None,
         client: int,
         answer: int,
+        bound_to: Member | None = None,
     ) -> None:
         state, known = self.clients[client % len(self.clients)]
         call = Call(
@@ -307,6 +316,7 @@ class FabricStates(RuleBasedStateMachine):
             frames=[b"frame"] if answer else (),
             client=state,
         )
+        call.bound_to = bound_to
         call.answer_bytes = answer if state is not None else 0
         call.extra_bytes = priority + 1
         refusal = self.model.refusal(call, known)

@@ -94,7 +94,7 @@ def test_the_actors_page_runs(tmp_path: Path) -> None:
     script.write_text(code)
     process = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False)
     assert process.returncode == 0, process.stderr
-    assert process.stdout == "1.0 0.0\n2\n4\n2\n"
+    assert process.stdout == "1.0 0.0\n2\n4\n(9,)\n2\n"
 
 
 def test_the_gateway_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from readme import DOCS, example
 
 import sglrl
 from sglrl.api.tiny_model import make_tokenizer
@@ -166,6 +168,37 @@ async def test_a_failure_is_observed_or_raised(scripted: Any, name: str) -> None
                 task.cancel()
                 await asyncio.wait({task})
         ended.clear()
+
+
+@pytest.mark.parametrize("on_error", ["observe", "raise"])
+async def test_a_lost_environment_ends_the_loop(scripted: Any, on_error: str) -> None:
+    """The loss of a leased process is not the result of a call. Any other loss is."""
+    leased = sglrl.WorkerLost("worker 0 was lost", state_lost=True)
+
+    async def step() -> None:
+        raise leased
+
+    async def search() -> None:
+        raise sglrl.WorkerLost("worker 1 was lost")
+
+    tools = {"step": step, "search": search}
+    session = scripted([call("search"), call("step", 1)], [])
+    with pytest.raises(sglrl.WorkerLost) as raised:
+        await session.run_tools(tools, on_error=on_error)
+    assert raised.value is leased
+    if on_error == "observe":
+        session = scripted([call("search")], [])
+        await session.run_tools(tools)
+        assert contents(session) == ["error: WorkerLost: worker 1 was lost"]
+
+
+async def test_the_documented_environment(client: sglrl.Client) -> None:
+    space: dict[str, Any] = {"sglrl": sglrl, "functools": functools, "__name__": "__main__"}
+    exec(example("worlds.lease()", DOCS / "rollouts.md"), space)
+    groups = await space["collect"](client, [{"prompt": "12 34"}] * 6)
+    rewards = [reward for group in groups for reward in group.rewards]
+    assert len(rewards) == 24
+    assert all(reward > 20 for reward in rewards)
 
 
 async def test_long_results_are_cut(scripted: Any) -> None:
