@@ -32,15 +32,18 @@ class Supervision:
         self.reasons: Counter[str] = Counter()
         self.used_up = ""
         """The reason why the budget is exhausted, in words; empty while it is not."""
+        self._exception = ""
         self._recent: deque[float] = deque()
         self._failures = 0
 
-    def lost(self, reason: str, now: float, *, served: bool) -> float | None:
+    def lost(self, reason: str, now: float, *, served: bool, exception: str = "") -> float | None:
         """Record a loss. Return the seconds until the replacement starts, or None to retire it.
 
         Args:
             served: the worker had finished at least one call since its start.
+            exception: the exception that ended the worker, if it is known.
         """
+        self._exception = exception or self._exception
         self.reasons[reason] += 1
         recent = self._recent
         while recent and recent[0] <= now - self.period:
@@ -61,10 +64,12 @@ class Supervision:
 
     @property
     def history(self) -> str:
-        """The number of losses and their reasons, in words."""
+        """The number of losses, their reasons and the latest known exception, in words."""
         parts = [
             f"{reason} ({n} times)" if n > 1 else reason
             for reason, n in self.reasons.most_common(4)
         ]
         total = sum(self.reasons.values())
+        if self._exception:
+            parts.append(f"the last exception is {self._exception}")
         return f"lost {total} time{'s' if total > 1 else ''}: {'; '.join(parts)}"

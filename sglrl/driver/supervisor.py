@@ -31,13 +31,16 @@ from .driver import Driver
 from .fork_server import tail
 from .hang_monitor import HangMonitor
 from .launcher import Birth
-from .worker_logs import WorkerLogs
+from .worker_logs import WorkerLogs, last_exception
 from .worker_processes import Processes, Worker
 
 logger = logging.getLogger("sglrl.pool")
 
 _LAST_LINES: Final = 5
 """Lines of a lost worker's output in the log line about it."""
+
+_MOST_LINES: Final = 1000
+"""Lines of a lost worker's output that are searched for the exception that ended the worker."""
 
 _RETURN_SECONDS: Final = 30.0
 """Seconds to wait for a worker whose connection is broken, while its host is connected."""
@@ -217,12 +220,14 @@ class Supervisor(DriverListener):
             or self._launcher.lost
             or (f"killed by signal {-status}" if status < 0 else f"exited with status {status}")
         )
+        exception = last_exception(tail(worker.log, _MOST_LINES)) if status > 0 else ""
+        named = f"{reason}: {exception}" if exception else reason
         if not worker.ready.done():
             host = self._launcher.host(index)
             where = f" on host {host}" if self._launcher.elsewhere and host else ""
             worker.fail(
                 WorkerStartError(
-                    f"worker {index}{where} ended before it was ready: {reason}",
+                    f"worker {index}{where} ended before it was ready: {named}",
                     worker=index,
                     output=tail(worker.log),
                     log=self.logs.keep(worker.log),
@@ -232,17 +237,17 @@ class Supervisor(DriverListener):
             log = self.logs.keep(worker.log)
             said = f"; its last output ({log}):\n{tail(worker.log, _LAST_LINES)}" if log else ""
             level = logging.DEBUG if self._launcher.leaving else logging.ERROR
-            logger.log(level, "worker %d was lost: %s%s", index, reason, said)
+            logger.log(level, "worker %d was lost: %s%s", index, named, said)
         if self._launcher.leaving:
             worker.returns = False
-        self._lost(worker, reason)
+        self._lost(worker, reason, exception)
         if worker.running:
             # One rank has exited: the other ranks cannot continue without it.
             self._processes.kill(worker)
         else:
             self._ended(worker)
 
-    def _lost(self, worker: Worker, reason: str) -> None:
+    def _lost(self, worker: Worker, reason: str, exception: str = "") -> None:
         """Move the calls of a lost worker to other workers and decide whether to replace it.
 
         A replacement starts when all processes of the worker have exited.
@@ -256,10 +261,15 @@ class Supervisor(DriverListener):
         if worker.returns:
             supervision = self._supervision[index]
             served = self._driver.fabric.members[index].served > 0
-            worker.restart_in = supervision.lost(reason, time.monotonic(), served=served)
+            worker.restart_in = supervision.lost(
+                reason, time.monotonic(), served=served, exception=exception
+            )
             if worker.restart_in is None:
                 reason = f"{reason} ({supervision.history}; {supervision.used_up})"
                 logger.error("worker %d is retired: %s", index, reason)
+                exception = ""
+        if exception:
+            reason = f"{reason}: {exception}"
         self._driver.worker_lost(index, reason, returns=worker.restart_in is not None)
 
     # --- replacements -----------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ from typing import Final
 from ..config import cache_dir
 from ..errors import UsageError
 
+_TRACEBACK: Final = "Traceback (most recent call last):"
+_GROUP: Final = re.compile(r"^ +(\| ?|(?=\+-))")
 _MOST: Final = 50
 """Number of logs of failed workers that are kept in the cache folder."""
 
@@ -70,6 +73,20 @@ class WorkerLogs:
             with contextlib.suppress(OSError):
                 old.unlink()
         return str(kept)
+
+
+def last_exception(output: str) -> str:
+    """Return the type and the message of the last traceback in an output, or "" without one.
+
+    This is one line of at most 300 characters. Of an exception group, it is the last exception.
+    """
+    # Python indents the lines of an exception in a group with spaces and "|".
+    lines = [_GROUP.sub("", line) for line in output.splitlines()]
+    begins = [i for i, line in enumerate(lines) if line.endswith(_TRACEBACK)]
+    for line in lines[begins[-1] + 1 :] if begins else ():
+        if line and not line[0].isspace() and not line.startswith("+-"):
+            return line[:300]
+    return ""
 
 
 def _age(path: Path) -> float:

@@ -58,6 +58,12 @@ def test_history() -> None:
     assert supervision.history == (
         "lost 3 times: killed by signal 9 (2 times); exited with status 1"
     )
+    supervision.lost("exited with status 1", 0.0, served=True, exception="ValueError: no")
+    supervision.lost("killed by signal 9", 0.0, served=True)
+    assert supervision.history == (
+        "lost 5 times: killed by signal 9 (3 times); exited with status 1 (2 times); the last "
+        "exception is ValueError: no"
+    )
 
 
 @given(

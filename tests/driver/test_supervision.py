@@ -9,6 +9,7 @@ import resource
 import signal
 import struct
 import textwrap
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -150,10 +151,49 @@ async def test_a_replacement_that_cannot_start(
         # A call might otherwise find a broken connection before the driver learns of the exit.
         while states(fragile) == ["ready"]:
             await fragile._pool.driver.change()
-        with pytest.raises(sglrl.WorkerLost, match=r"exited with status 1 \(2 times\); killed by"):
+        with pytest.raises(sglrl.WorkerLost) as lost:
             await fragile.pid()
+        assert "exited with status 1 (2 times); killed by" in str(lost.value)
+        assert f"FileNotFoundError: {file}" in str(lost.value)
         assert states(fragile) == ["retired"]
     assert "FileNotFoundError" in caplog.text, "its last output is in the log"
+
+
+class Brittle(sglrl.Actor):
+    """An actor of which a call ends the process."""
+
+    @sglrl.endpoint
+    async def leave(self, how: str) -> None:
+        if how == "interrupt":
+            raise KeyboardInterrupt("the licence has expired")
+        if how == "exit":
+            try:
+                raise ValueError("a handled one")
+            except ValueError:
+                traceback.print_exc()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+async def test_a_loss_names_the_exception() -> None:
+    """A signal says nothing about an exception that the worker printed before."""
+    async with sglrl.spawn(Brittle, restarts=2) as brittle:
+        for how, says in (
+            ("interrupt", "exited with status 1: KeyboardInterrupt: the licence has expired"),
+            ("exit", "killed by signal 9"),
+            ("interrupt", "the last exception is KeyboardInterrupt: the licence has expired"),
+        ):
+            # A call might otherwise find a broken connection before the driver learns of the exit.
+            call = asyncio.ensure_future(brittle.leave(how))
+            with pytest.raises(sglrl.WorkerLost) as caught:
+                await call
+            assert says in str(caught.value)
+            assert "a handled one" not in str(caught.value)
+            if states(brittle) != ["retired"]:
+                await brittle.wait_until_full()
+        with pytest.raises(sglrl.WorkerLost) as caught:
+            await brittle.leave("")
+        assert "exited with status 1 (2 times); killed by signal 9" in str(caught.value)
+        assert "KeyboardInterrupt: the licence has expired" in str(caught.value)
 
 
 async def test_what_a_worker_knew_is_not_taken_for_granted() -> None:
