@@ -20,7 +20,6 @@ import atexit
 import contextlib
 import logging
 import os
-import shutil
 import socket
 import struct
 import subprocess
@@ -42,6 +41,7 @@ from ..errors import WorkerStartError
 from ..system_limits import no_file, reason
 from ..wire.codec import encode
 from ..wire.processes import Dump, Exited, Forked, FromForkServer, Kill, Ping, Pong, Warm
+from .temporary_folders import make_folder, remove_folder
 
 logger = logging.getLogger("sglrl.spawn")
 
@@ -90,7 +90,7 @@ def _private_folder() -> Path:
     if len(os.fsencode(base)) > _LONGEST_BASE:
         base = "/tmp"
     try:
-        return Path(tempfile.mkdtemp(prefix="sglrl-", dir=base))
+        return make_folder(base=base)
     except OSError as error:
         raise WorkerStartError(
             f"no folder for sockets can be made in {base} ({error.strerror}); set TMPDIR to one "
@@ -117,7 +117,7 @@ class ForkServer:
         try:
             self.process = self._start()
         except BaseException:
-            shutil.rmtree(self.folder, ignore_errors=True)
+            remove_folder(self.folder, self.pid)
             raise
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -197,7 +197,7 @@ class ForkServer:
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
-        shutil.rmtree(self.folder, ignore_errors=True)
+        remove_folder(self.folder, self.pid)
 
 
 def import_variables(preload: str, env: Mapping[str, str]) -> dict[str, str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import shutil
 import sys
 import tempfile
 import weakref
@@ -27,6 +26,7 @@ from .fork_server import (
     fork_server,
     import_variables,
 )
+from .temporary_folders import remove_folder
 
 RANKS: Final = 1024
 """The key of a worker's process is ``index * RANKS + rank``."""
@@ -295,10 +295,4 @@ class LocalLauncher:
         if self._connection is not None:
             self._connection.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-
-def remove_folder(folder: Path, pid: int) -> None:
-    """Remove the folder of a pool that was garbage-collected without being closed."""
-    if os.getpid() == pid:
-        shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(self._folder, os.getpid())

@@ -6,7 +6,6 @@ import logging
 import os
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
-from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import msgspec
@@ -16,6 +15,7 @@ from ..actors.spawning import ActorHandle, birth_of
 from ..config import FabricConfig, PoolConfig, check_gateway_packages, positive
 from ..driver.launcher import LocalLauncher
 from ..driver.pool import Pool
+from ..driver.temporary_folders import make_folder, remove_folder
 from ..errors import Closed, RemoteError, SglrlError, UsageError
 from ..inference.client import Client
 from ..inference.prompts import load_tokenizer
@@ -119,7 +119,8 @@ class Gateway:
             port = stack.enter_context(reserved(settings.host, settings.port)).getsockname()[1]
             sockets: tuple[str, ...] = ()
             if self._count > 1:
-                folder = stack.enter_context(TemporaryDirectory(prefix="sglrl-gateway-"))
+                folder = make_folder("gateway-")
+                stack.callback(remove_folder, folder, os.getpid())
                 sockets = tuple(os.path.join(folder, str(i)) for i in range(self._count))
             target = Target(
                 address=address,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import shutil
 import tempfile
 import weakref
 from collections import Counter
@@ -17,7 +16,8 @@ import msgspec
 
 from ..core.placement import Place
 from ..driver.environment import environment
-from ..driver.launcher import RANKS, Birth, remove_folder
+from ..driver.launcher import RANKS, Birth
+from ..driver.temporary_folders import make_folder, remove_folder
 from ..errors import NotEnoughDevices, UsageError, WorkerStartError
 from ..system_limits import no_file
 from ..wire.codec import encode
@@ -86,7 +86,7 @@ class HostLauncher:
         self._on_forked = on_forked
         self._on_exited = on_exited
         try:
-            self._folder = Path(tempfile.mkdtemp(prefix="sglrl-pool-"))
+            self._folder = make_folder("pool-")
         except OSError as error:
             raise no_file(tempfile.gettempdir(), error) from None
         weakref.finalize(self, remove_folder, self._folder, os.getpid())
@@ -223,7 +223,7 @@ class HostLauncher:
 
     async def close(self) -> None:
         if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            remove_folder(self._folder, os.getpid())
         if self._pool >= 0:
             for index in list(self._places):
                 self.release(index)

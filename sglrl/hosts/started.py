@@ -5,13 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tempfile
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Final, Protocol
 
-from ..driver.launcher import remove_folder
+from ..driver.temporary_folders import make_folder, remove_folder
 from ..errors import SglrlError, UsageError, WorkerStartError
 from ..transport.curve_keys import make_keys, read_client_keys
 from ..wire.processes import ClientKeys
@@ -66,7 +64,7 @@ class StartedHosts(Hosts):
     """The hosts of a cluster. Their nodes run while a pool uses them."""
 
     def __init__(self, starter: NodeStarter) -> None:
-        folder = Path(tempfile.mkdtemp(prefix="sglrl-keys-"))
+        folder = make_folder("keys-")
         weakref.finalize(self, remove_folder, folder, os.getpid())
         make_keys(folder)
         super().__init__(f"tcp://{starter.own_host()}:*", keys=folder)
