@@ -1,8 +1,12 @@
-"""The seeds of engine processes that share one ``random_seed``."""
+"""The seeds that are derived from the seed of a user: of requests, and of engine processes."""
 
 from __future__ import annotations
 
+from hashlib import blake2b
 from typing import Final
+
+MOST_SEED: Final = (1 << 62) - 1
+"""The largest seed of a request."""
 
 SEEDS: Final = 1 << 32
 """The generator of numpy accepts seeds in ``[0, 2**32)``."""
@@ -10,6 +14,27 @@ _WORKER: Final = 15_485_863
 _PROCESS: Final = 1_000_003
 """``_WORKER`` and ``_PROCESS`` are primes. For all workers and processes below 256 the sums of
 their multiples differ and are less than 2**32."""
+
+
+def derived_seed(seed: int, *path: int | str) -> int:
+    """Return the seed of one of several requests that a user has given the same seed.
+
+    Without it, requests with equal prompts would sample equal tokens. The result depends on the
+    arguments alone, so it does not depend on the order in which requests end.
+
+    Args:
+        seed: the given seed.
+        path: which request this is: the number of the sample, of its attempt, of the turn, ...
+
+    Returns:
+        A number in ``0..MOST_SEED``. ``seed`` itself if all of the path is 0, so that the first of
+        several requests samples the same tokens as a single request. Results for other paths are
+        unrelated, also if the seeds are consecutive numbers.
+    """
+    if not any(path):
+        return seed
+    digest = blake2b(repr((int(seed), *path)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") & MOST_SEED
 
 
 def process_seed(random_seed: int, worker: int, process: int) -> int:

@@ -5,6 +5,7 @@ If a client, a pause or a weight update aborts them, they have the tokens so far
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 
@@ -35,11 +36,13 @@ class AloneTurn(Turn):
         self, base: SessionSpec, requests: Sequence[TurnRequest], on_tokens: OnTokens
     ) -> None:
         self._choices: list[_Choice] = []
+        drawn: Counter[int | None] = Counter()
         for request in requests:
-            spec = sibling(base, request)
-            for number in range(request.choices):
+            spec, seed = sibling(base, request), request.sampling.get("seed")
+            for _ in range(request.choices):
                 on_chunk = partial(on_tokens, len(self._choices), spec)
-                self._choices.append(_Choice(spec, request, number, on_chunk))
+                self._choices.append(_Choice(spec, request, drawn[seed], on_chunk))
+                drawn[seed] += 1
         super().__init__(self._sample(), False)
 
     def abort(self, rid: str | None = None) -> int:
@@ -64,6 +67,12 @@ class AloneTurn(Turn):
 
 
 class _Choice:
+    """A choice.
+
+    Args:
+        number: its number among the choices with the same seed.
+    """
+
     def __init__(
         self, spec: SessionSpec, request: TurnRequest, number: int, on_chunk: OnChunk
     ) -> None:
@@ -71,9 +80,9 @@ class _Choice:
         self.running = True
         self._spec = spec
         self._request = request
-        self._session = Session(spec)
+        self._session = Session(spec, path=(number,))
         self._session._sampler.continues = False
-        self._options = options_of(request, spec, number, on_chunk)
+        self._options = options_of(request, spec, on_chunk)
         self._call: Call | None = None
         self._aborted = False
         self._began = now()

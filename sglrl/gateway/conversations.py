@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from functools import partial
 from hashlib import blake2b
@@ -131,6 +132,8 @@ class Conversations:
         """Forks, by the last turn that they have sampled."""
         self._answers: dict[bytes, list[Turn]] = {}
         """By digest of the request, the last ones."""
+        self._drawn: Counter[str] = Counter()
+        """The number of choices so far, by key; see ``_seed_key``."""
         self._closed = False
 
     # --- turns ------------------------------------------------------------------------------------
@@ -196,14 +199,17 @@ class Conversations:
             spec, after = next(ends, None) or (sibling(base, request), ROOT)
             spec = spec.with_priority(request.priority or base.priority)
 
-        async def sample(number: int) -> Completion:
+        key = self._seed_key(request, base)
+
+        async def sample(number: int, drawn: int) -> Completion:
             session = self._idle.pop(after, None)
             if session is None or session._spec is not spec:
                 session = self._session._fork(spec)
+            session._select_seeds(*self._session._path, key, drawn)
             if seen is not None:
                 session.rewrite(seen, after=after)
             on_chunk = partial(on_tokens, first + number, spec)
-            completion = await session.generate(**options_of(request, spec, number, on_chunk))
+            completion = await session.generate(**options_of(request, spec, on_chunk))
             turn = session._place.last
             self._session._follow(session)
             self._idle[turn] = session
@@ -211,7 +217,20 @@ class Conversations:
                 self._ends[digest.with_answer(message_of(completion))] = spec, turn
             return completion
 
-        return [partial(sample, number) for number in range(request.choices)]
+        first_draw = self._drawn[key]
+        self._drawn[key] += request.choices
+        return [partial(sample, i, first_draw + i) for i in range(request.choices)]
+
+    def _seed_key(self, request: TurnRequest, base: SessionSpec) -> str:
+        """Return a key of the conversation of a request, for the seeds of its choices.
+
+        With the number of choices that this conversation had before, it selects the seed. So seeds
+        do not depend on the order in which the turns of other conversations end.
+        """
+        if request.sampling.get("seed") is None and base.prepared.seed is None:
+            return ""
+        values = request.messages, request.prompt, template_of(request), request.lora
+        return blake2b(_encode(_without_ids(values)), digest_size=16).hexdigest()
 
     # --- the end ----------------------------------------------------------------------------------
 
@@ -287,6 +306,14 @@ def _number(text: str) -> float:
     return float(text) + 0.0
 
 
+def _without_ids(value: Any) -> Any:
+    """Return a value of JSON without the ids of calls, which depend on the order of the turns."""
+    if isinstance(value, Mapping):
+        ids = ("id", "tool_call_id")
+        return {name: _without_ids(one) for name, one in value.items() if name not in ids}
+    return [*map(_without_ids, value)] if isinstance(value, (list, tuple)) else value
+
+
 def template_of(request: TurnRequest) -> dict[str, Any]:
     """Return what decides how a conversation is rendered."""
     return {"tools": request.tools, "chat_template_kwargs": request.chat_template_kwargs}
@@ -305,14 +332,8 @@ def sibling(spec: SessionSpec, request: TurnRequest) -> SessionSpec:
     return made
 
 
-def options_of(
-    request: TurnRequest, spec: SessionSpec, number: int, on_chunk: OnChunk
-) -> dict[str, Any]:
-    """Return the arguments of ``Session.generate`` for a choice.
-
-    Args:
-        number: of the choice.
-    """
+def options_of(request: TurnRequest, spec: SessionSpec, on_chunk: OnChunk) -> dict[str, Any]:
+    """Return the arguments of ``Session.generate`` for a choice."""
     options = {
         **request.sampling,
         "tool_choice": request.tool_choice,
@@ -320,8 +341,6 @@ def options_of(
     }
     if spec.prepared.max_new_tokens is None:
         options.setdefault("max_new_tokens", MOST_TOKENS)
-    if options.get("seed") is not None:
-        options["seed"] += number
     if request.experts_from is not None and spec.requests.info.routed_experts is not None:
         options["return_routed_experts"] = True
     if request.stream:

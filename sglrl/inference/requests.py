@@ -11,6 +11,7 @@ from msgspec import Raw
 from ..actors.actor import deadline_from
 from ..core.calls import Call
 from ..core.prefixes import Route
+from ..core.seeds import derived_seed
 from ..driver.driver import ENVELOPE_BYTES, Driver
 from ..errors import InvalidRequest, MessageTooLarge
 from ..weights.port import WeightsPort
@@ -229,9 +230,10 @@ class Requests:
             route = self._route(ids, lora, session)
             seed = prepared.seed
             args: GenerateArgs | None = None
-            for i in range(n):
+            for _ in range(n):
                 if args is None or seed is not None:
-                    wire = prepared.wire(max_new, None if seed is None else seed + i)
+                    own = None if seed is None else derived_seed(seed, len(calls))
+                    wire = prepared.wire(max_new, own)
                     args = self._generate_args(ids, wire, logprobs, top, False, priority, lora)
                 future: asyncio.Future[Completion] = loop.create_future()
                 futures.append(future)

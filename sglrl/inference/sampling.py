@@ -11,6 +11,7 @@ from typing import Any, Final, Literal
 import msgspec
 import numpy as np
 
+from ..core.seeds import MOST_SEED
 from ..errors import InvalidRequest
 from ..wire.codec import encode
 from ..wire.engine import Sampling
@@ -76,7 +77,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             token is never sampled.
         ignore_eos: continue after the model's end-of-sequence token, except where it ends a
             grammar.
-        seed: makes the sampling of this request repeatable. Sample i of n uses ``seed + i``.
+        seed: makes the sampling repeatable, in 0..2**62-1. A single request, and the first sample
+            of several, use this seed. Every other sample, turn, fork and attempt uses a seed that
+            is derived from it, so that no two of them sample the same.
         json_schema, regex, ebnf, structural_tag: a grammar that the text must follow. At most one
             of them may be given. A schema or a tag (see XGrammar, https://xgrammar.mlc.ai) may be a
             dict or JSON text.
@@ -154,8 +157,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
                 f"{self.max_new_tokens}"
             )
         if self.seed is not None:
-            # seed + i of n samples must fit an int64.
-            check_integer("seed", self.seed, 0, (1 << 62) - 1)
+            check_integer("seed", self.seed, 0, MOST_SEED)
         for text in _texts("stop", self.stop):
             if not text:
                 raise InvalidRequest("a stop string is empty; it would end every output at once")

@@ -153,15 +153,16 @@ def session_of_sample(
     spec: SessionSpec,
     gate: Gate,
     on_turn: Callable[[int, int, int], None],
-    seed: int | None,
     item: int,
     sample: int,
+    tries: int,
 ) -> Session:
     """Return the session of one sample of a run.
 
     The numbers ``item`` and ``sample`` are added to the metadata, unless it has these names.
+    Together with ``tries``, the number of earlier attempts, they select the seeds of its turns.
     """
-    session = Session(spec, gate, on_turn, seed)
+    session = Session(spec, gate, on_turn, (item, sample, tries))
     session.metadata.setdefault("item", item)
     session.metadata.setdefault("sample", sample)
     return session

@@ -82,11 +82,10 @@ class AgentHost(Protocol):
     async def close(self) -> None:
         """Release the agent. Safe to call again, and while ``start`` runs."""
 
-    def begin(self, sample: Sample, seed: int | None, version: int) -> None:
+    def begin(self, sample: Sample, version: int) -> None:
         """Begin a sample.
 
         Args:
-            seed: seed of the sample's draws.
             version: the policy version that the run has used for its plan.
 
         Raises:

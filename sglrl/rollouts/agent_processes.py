@@ -219,7 +219,7 @@ class AgentProcesses(DriverListener):
 
     # --- start of samples -------------------------------------------------------------------------
 
-    def begin(self, sample: core.Sample, seed: int | None, version: int) -> None:
+    def begin(self, sample: core.Sample, version: int) -> None:
         """Run a sample in a process. See ``AgentWorker.run``.
 
         Raises:
@@ -227,7 +227,7 @@ class AgentProcesses(DriverListener):
             MessageTooLarge: the item is too large.
             WorkerLost: no process is left.
         """
-        body, frames = self._encode(sample, seed, version)
+        body, frames = self._encode(sample, version)
         away = _Away(self, sample)
         driver = self.driver
         call = Call("run", msgspec.Raw(body), away, frames=frames)
@@ -243,13 +243,12 @@ class AgentProcesses(DriverListener):
     def forget(self, group: core.Group) -> None:
         self._arguments.pop(group, None)
 
-    def _encode(
-        self, sample: core.Sample, seed: int | None, version: int
-    ) -> tuple[bytes, Sequence[Buffer]]:
+    def _encode(self, sample: core.Sample, version: int) -> tuple[bytes, Sequence[Buffer]]:
         """Encode the arguments of ``AgentWorker.run``."""
         group = sample.group
         arguments = self._arguments_of(group)
-        values = (group.index, group.tries, sample.index, seed, version, group.item, arguments)
+        numbers = group.index, group.tries, sample.index, sample.tries, version
+        values = (*numbers, group.item, arguments)
         try:
             body, frames = _call_arguments.encode(values)
         except Exception as error:

@@ -110,7 +110,7 @@ class AgentTasks:
 
     # --- samples ----------------------------------------------------------------------------------
 
-    def begin(self, sample: Sample, seed: int | None, version: int) -> None:
+    def begin(self, sample: Sample, version: int) -> None:
         group = sample.group
         spec = self._specs.get(group)
         if spec is None:
@@ -119,7 +119,7 @@ class AgentTasks:
             spec = SessionSpec.of(self._client, found, config.values, config.sampling)
             self._specs[group] = spec
         session = session_of_sample(
-            spec, self._gate, self._on_turn, seed, group.index, sample.index
+            spec, self._gate, self._on_turn, group.index, sample.index, sample.tries
         )
         attempt = self._running[sample] = _Attempt(self, sample, session)
         self._tasks.begin(self._run(attempt), attempt)

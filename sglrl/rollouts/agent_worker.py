@@ -134,7 +134,7 @@ class AgentWorker(Actor):
         number: int,
         tries: int,
         index: int,
-        seed: int | None,
+        attempts: int,
         version: int,
         item: Any,
         arguments: dict[str, Any] | None,
@@ -145,13 +145,13 @@ class AgentWorker(Actor):
             number: number of the item in the data set.
             tries: number of earlier attempts of its group.
             index: index of the sample.
-            seed: seed of the sample's draws, or None.
+            attempts: number of earlier attempts of the sample.
             version: version of the weights that the driver has used for its plan.
             arguments: arguments of the session. None: derive them from the item.
         """
         sample = _Sample(number, index)
         self._samples.add(sample)
-        work = self._play(sample, tries, seed, version, item, arguments)
+        work = self._play(sample, tries, attempts, version, item, arguments)
         sample.task = asyncio.get_running_loop().create_task(work)
         sample.task.add_done_callback(functools.partial(self._ended, sample))
         try:
@@ -167,7 +167,7 @@ class AgentWorker(Actor):
         self,
         sample: _Sample,
         tries: int,
-        seed: int | None,
+        attempts: int,
         version: int,
         item: Any,
         arguments: dict[str, Any] | None,
@@ -180,7 +180,7 @@ class AgentWorker(Actor):
             # Load the tokenizer before the time limit starts.
             await spec.load()
             session = sample.session = session_of_sample(
-                spec, self._gate, self._on_turn, seed, sample.item, sample.index
+                spec, self._gate, self._on_turn, sample.item, sample.index, attempts
             )
             if timeout is not None:
                 late = functools.partial(self._go_on_without, sample)

@@ -10,7 +10,9 @@ from typing import Any, Literal
 
 from ..config import check_gateway_packages, check_timeout
 from ..core.rollout_plan import Plan
+from ..core.seeds import MOST_SEED
 from ..errors import UsageError
+from ..inference.number_checks import check_integer
 from ..inference.options import SamplingOptions, SessionOptions
 from ..inference.sampling import SamplingParams, own_names
 from .dataset import session_arguments
@@ -80,9 +82,8 @@ class RolloutConfig:
                 raise UsageError(f"{name} must be callable, got {given!r}")
             if inspect.iscoroutinefunction(given):
                 raise UsageError(f"{name} must be a plain function, not async")
-        seed: object = self.seed
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise UsageError(f"seed must be an integer, got {seed!r}")
+        if self.seed is not None:
+            check_integer("seed", self.seed, 0, MOST_SEED)
         timeout = check_timeout(self.timeout)
         if timeout == 0:
             raise UsageError(f"timeout must be more than 0 seconds, got {timeout!r}")
@@ -94,6 +95,8 @@ class RolloutConfig:
                 near = get_close_matches(name, known, n=1, cutoff=0.75)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise UsageError(f"unknown argument {name!r} of rollout{hint}")
+        if self.seed is not None:
+            object.__setattr__(self, "values", {**self.values, "seed": self.seed})
 
     def arguments_of(self, item: Any) -> Mapping[str, Any]:
         """Return the arguments of the session of an item."""

@@ -126,7 +126,9 @@ def rollout(
             only.
         state: the ``state_dict`` of an earlier run, or the path of a file that ``Rollout.save``
             wrote. Items that this run had finished are skipped.
-        seed: makes every sample's draws repeatable. Each sample has its own seeds.
+        seed: makes every sample's draws repeatable. Each turn of each attempt of each sample has
+            its own seed, which is derived from this one, wherever it is given: here, in
+            ``sampling``, by ``open_session``, or in ``session.generate``.
         sampling, **values: sampling parameters of turns, unless the agent passes others. Also
             ``tools``, ``tool_choice``, ``renderer``, ``reward_weights``, ``template``,
             ``chat_template_kwargs``, ``continue_final_message`` and ``allow_rewrite`` of

@@ -54,7 +54,6 @@ class Runner:
         wake: asyncio.Event,
     ) -> None:
         self._client = client
-        self._seed = config.seed
         self._plan = plan
         self._items = items
         self._limit = limit
@@ -217,9 +216,8 @@ class Runner:
             self._delivery.notify()
 
     def _start(self, sample: core.Sample) -> None:
-        seed = None if self._seed is None else _seed(self._seed, sample)
         try:
-            self._host.begin(sample, seed, self._plan.version)
+            self._host.begin(sample, self._plan.version)
         except Exception as error:
             self._failed(sample, error)
 
@@ -313,9 +311,3 @@ class Runner:
             ):
                 alive = sample.group.state is core.RUNNING
                 self._host.give_up(sample, core.STALE if alive else core.GIVEN_UP)
-
-
-def _seed(seed: int, sample: core.Sample) -> int:
-    """Return the seed of a sample's first turn. Later turns count up. Each try has another seed."""
-    number = ((seed * 1_000_003 + sample.group.index) * 1009 + sample.index) * 1024
-    return ((number + sample.tries) * 1024) % (1 << 61)

@@ -12,11 +12,13 @@ from typing import Any, NoReturn, Self, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.seeds import MOST_SEED, derived_seed
 from ..core.turn_tree import ROOT
 from ..driver.driver import now
 from ..errors import Closed, UsageError
 from ..inference.completion import Completion
 from ..inference.message import ToolCall
+from ..inference.number_checks import check_integer
 from ..inference.options import SamplingOptions
 from ..inference.prompts import Message, check_conversation, load_tokenizer
 from ..inference.replies import OnChunk
@@ -34,9 +36,6 @@ from .tools import OnError, Tool, run_tools
 from .trajectory import Trajectory
 from .turn_sampler import TurnSampler
 
-_FORK_SEEDS = 0x1E3779B97F4A7C15
-"""Distance of the seeds of forks. It is far from those of turns and of samples of a run."""
-
 
 class Session:
     """A conversation of several turns. ``Client.session`` returns one; an async context manager.
@@ -51,7 +50,7 @@ class Session:
         spec: SessionSpec,
         gate: Gate | None = None,
         on_turn: Callable[[int, int, int], None] | None = None,
-        seed: int | None = None,
+        path: tuple[int | str, ...] = (),
         *,
         shared: Shared | None = None,
     ) -> None:
@@ -60,7 +59,9 @@ class Session:
         self._on_turn = on_turn
         """Called after each turn with the bytes of its prompt, the number of cached prompt tokens,
         and the number of new bytes."""
-        self._seed = seed
+        self._path = path
+        """Which of the sessions with the same seed this is, for the seeds of its turns."""
+        self._forks = 0
         self._is_fork = shared is not None
         self._shared = shared or Shared(History(spec.reward_weights), spec.metadata)
         self._history = self._shared.history
@@ -75,7 +76,7 @@ class Session:
         self._taken = 0
         """Number of items of ``_pending`` in the prompt of the turn that is being sampled."""
         self._turns = 0
-        """Number of turns that this session has sampled itself."""
+        """Number of turns that this session has sampled itself with the seeds of its path."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -148,12 +149,15 @@ class Session:
         if not self._sampler.busy:
             self._place = fork._place
 
+    def _select_seeds(self, *path: int | str) -> None:
+        """Use the seeds of this path for the turns from now on."""
+        self._path, self._turns = path, 0
+
     def _fork(self, spec: SessionSpec) -> Session:
         """Return a fork that begins a conversation of its own, with its own spec."""
-        shared = self._shared
-        shared.forks += 1
-        seed = None if self._seed is None else (self._seed + _FORK_SEEDS * shared.forks) % (1 << 61)
-        made = Session(spec, self._gate, self._on_turn, seed, shared=shared)
+        self._forks += 1
+        path = (*self._path, self._forks)
+        made = Session(spec, self._gate, self._on_turn, path, shared=self._shared)
         made._sampler.limit = self._sampler.limit
         made._sampler.closed = self._sampler.closed
         return made
@@ -234,9 +238,14 @@ class Session:
         return completion
 
     def _prepared(self, values: dict[str, Any]) -> Prepared:
-        """Return the checked sampling values of a turn."""
-        if self._seed is not None:
-            values = {"seed": self._seed + self._turns, **own_names(values)}
+        """Return the checked sampling values of a turn, with the seed of this turn."""
+        values = own_names(values)
+        seed = values.get("seed")
+        if seed is None:
+            seed = self._spec.prepared.seed
+        if seed is not None:
+            check_integer("seed", seed, 0, MOST_SEED)
+            values["seed"] = derived_seed(seed, *self._path, self._turns)
         return self._spec.prepare(values) if values else self._spec.prepared
 
     async def _keep(self, ids: bytes, completion: Completion, dialogue: Dialogue) -> None:

@@ -25,7 +25,6 @@ class Shared:
         running: the turns that are being sampled, with a lower bound of the policy version of their
             first token, if it is known.
         generating: total seconds in which turns were sampled.
-        forks: number of forks so far.
     """
 
     def __init__(self, history: History, metadata: Mapping[str, Any]) -> None:
@@ -35,7 +34,6 @@ class Shared:
         self.running: dict[Turn, int | None] = {}
         self.generating = 0.0
         self.began = now()
-        self.forks = 0
         self._oldest: int | None = None
         self._sampling = self._numbered = 0
         self._since = 0.0

@@ -123,6 +123,42 @@ async def test_the_same_seed_gives_the_same_rollouts(lab: Lab) -> None:
         assert len({tuple(ids) for ids in group}) == 3, "samples of a group differ"
 
 
+@pytest.mark.parametrize("processes", [None, 1])
+async def test_one_seed_for_all_samples_gives_different_ones(
+    lab: Lab, processes: int | None
+) -> None:
+    """Samples, forks, and turns that are sampled again do not repeat each other."""
+
+    async def talk(session: sglrl.Session, item: Any) -> float:
+        values: dict[str, Any] = {"max_new_tokens": 12, "ignore_eos": True, **item["turn"]}
+        await session.generate(**values)
+        session.go_back()
+        forks = [session, session.fork(), session.fork()]
+        await asyncio.gather(*[fork.generate(**values) for fork in forks])
+        session.metadata["turns"] = [turn.output_ids.tolist() for turn in session.turns]
+        return 0.0
+
+    async def rolled(in_turns: dict[str, int], concurrency: int, **values: Any) -> list[list[int]]:
+        run = sglrl.rollout(
+            lab.client,
+            talk,
+            [{**ITEMS[0], "turn": in_turns}] * 2,
+            group_size=4,
+            concurrency=concurrency,
+            processes=processes,
+            **values,
+        )
+        groups = sorted([group async for group in run], key=lambda group: group.index)
+        return [sorted(t.metadata["turns"]) for g in groups for t in g.trajectories]
+
+    sampling = sglrl.SamplingParams(seed=7)
+    for in_turns, values in (({}, {"sampling": sampling}), ({"seed": 7}, {})):
+        found = await rolled(in_turns, 8, **values)
+        texts = [tuple(ids) for turns in found for ids in turns]
+        assert len(set(texts)) == len(texts) == 2 * 4 * 4
+        assert await rolled(in_turns, 3, **values) == found
+
+
 async def test_conversations_in_other_processes(lab: Lab) -> None:
     """The processes load the tokenizer and produce the same tokens."""
 

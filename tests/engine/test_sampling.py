@@ -65,12 +65,20 @@ async def test_samples_differ_and_a_seed_repeats(client: sglrl.Client) -> None:
     seeded = await draw(seed=3)
     assert len(set(map(tuple, seeded))) == 4
     # The same draws alone, in a batch and after a flush. Sample i has its own seed.
-    others = asyncio.gather(draw(), draw(seed=99), draw(temperature=0))
+    beside = asyncio.gather(draw(), draw(seed=99), draw(temperature=0))
     assert await draw(seed=3) == seeded
-    await others
+    await beside
     assert await client.flush_cache()
     assert await draw(seed=3) == seeded
-    assert (await draw(seed=4))[:3] == seeded[1:]
+    # Another seed shares no sample, and the first sample is that of a single call.
+    others = [*(await draw(seed=4)), *(await draw(seed=2))]
+    assert not set(map(tuple, others)) & set(map(tuple, seeded))
+    alone = await client.generate(input_ids=PROMPT, max_new_tokens=16, ignore_eos=True, seed=3)
+    assert alone.output_ids.tolist() == seeded[0]
+    listed = await client.generate(
+        input_ids=[PROMPT] * 4, max_new_tokens=16, ignore_eos=True, seed=3
+    )
+    assert [c.output_ids.tolist() for c in listed] == seeded
     assert await draw(seed=3, temperature=0.8) != seeded
     assert await draw() != free
 

@@ -26,6 +26,7 @@ from safetensors.torch import load_file, save_file
 
 import sglrl
 from sglrl.api.tiny_model import make_character_tokenizer, make_model
+from sglrl.core.seeds import derived_seed
 from sglrl.integrations import genlm
 from sglrl.integrations.genlm import AsyncSGLTransformer, Token
 from sglrl.integrations.genlm.deliveries import Deliveries
@@ -214,7 +215,12 @@ def test_samples_are_those_of_the_model(
     assert len(alone) == 8
     several = asyncio.run(model.batch_sample(prompts, 8, {alone[4]}, temperature=0.7, seed=3))
     assert several[0] == alone[:4]
-    assert several == [sampled(ids, 0.7, 3, {alone[4]}) for ids in prompts]
+    assert several == [
+        sampled(ids, 0.7, derived_seed(3, number), {alone[4]}) for number, ids in enumerate(prompts)
+    ]
+    same = asyncio.run(model.batch_sample([prompts[0]] * 4, 8, [], temperature=0.7, seed=3))
+    assert same[0] == alone
+    assert len(set(map(tuple, same))) == 4
     assert len(asyncio.run(model.sample(prompts[0], 3, []))) == 3
     greedy = list(prompts[0])
     for token in asyncio.run(model.sample(greedy, 4, [], temperature=0)):

@@ -220,11 +220,10 @@ async def test_every_try_has_a_seed_of_its_own(client: sglrl.Client) -> None:
     seeds: dict[int, list[int]] = {0: [], 1: []}
 
     async def agent(session: sglrl.Session, item: Any) -> float:
-        assert session._seed is not None
-        seeds[session.metadata["sample"]].append(session._seed)
+        turn = await session.generate(max_new_tokens=2)
+        seeds[session.metadata["sample"]].append(turn._params.seed or 0)
         if session.metadata["sample"]:
             raise ValueError("this one never works")
-        await session.generate(max_new_tokens=2)
         return 1.0
 
     # The run raises this error only if the other sample has never finished before.

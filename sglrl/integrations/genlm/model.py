@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 
 from ...api.blocking import BlockingClient, blocking
+from ...core.seeds import derived_seed
 from ...errors import Closed, InvalidRequest, UsageError
 from ...inference.client import Client
 from ...inference.tokens import check_ids
@@ -247,11 +248,22 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[list[int]]:
-        """``sample`` for several prompts at the same time."""
+        """``sample`` for several prompts at the same time.
+
+        Args:
+            seed: seed of the first prompt. The seeds of the others are derived from it.
+        """
         return await asyncio.gather(
             *(
-                self.sample(prompt, max_tokens, eos_token_ids, temperature, seed, lora_name)
-                for prompt in prompt_token_ids_list
+                self.sample(
+                    prompt,
+                    max_tokens,
+                    eos_token_ids,
+                    temperature,
+                    None if seed is None else derived_seed(seed, number),
+                    lora_name,
+                )
+                for number, prompt in enumerate(prompt_token_ids_list)
             )
         )
 

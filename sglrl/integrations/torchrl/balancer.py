@@ -14,7 +14,10 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
+from ...core.seeds import MOST_SEED, derived_seed
 from ...errors import InvalidRequest, UsageError
+from ...inference.number_checks import check_integer
+from ...inference.sampling import SamplingParams, own_names
 from .sglang_format import plain_prompts
 
 STRATEGIES: Final = ("prefix-aware", "requests", "kv-cache", "round-robin")
@@ -110,9 +113,11 @@ class LoadBalancer:
         async def all_of_them() -> list[Any]:
             tasks = [
                 asyncio.ensure_future(
-                    client._client.generate(**{what: given}, worker=worker, **arguments)
+                    client._client.generate(
+                        **{what: given}, worker=worker, **_with_seed(arguments, number)
+                    )
                 )
-                for given, worker in zip(inputs, workers, strict=True)
+                for number, (given, worker) in enumerate(zip(inputs, workers, strict=True))
             ]
             try:
                 return list(await asyncio.gather(*tasks))
@@ -170,6 +175,19 @@ class LoadBalancer:
                 for found in self._service.client.stats()
             ],
         }
+
+
+def _with_seed(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """Return the arguments for prompt ``number`` of a batch. Each prompt has its own seed."""
+    values = own_names(arguments)
+    sampling = values.get("sampling")
+    seed = values.get("seed")
+    if seed is None and isinstance(sampling, SamplingParams):
+        seed = sampling.seed
+    if number and seed is not None:
+        check_integer("seed", seed, 0, MOST_SEED)
+        values["seed"] = derived_seed(seed, "prompt", number)
+    return values
 
 
 def _lowest(workers: Iterable[int], load: Callable[[int], tuple[float, ...]]) -> int:

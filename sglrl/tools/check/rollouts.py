@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from ...core.seeds import derived_seed
 from ...inference.client import Client
 from ...inference.completion import Completion
 from .tasks import SYSTEM_PROMPT, Task
@@ -97,4 +98,4 @@ async def run_rollouts(
 def _seed(seed: int, task: Task, sample: int, turn: int) -> int:
     """Return a different seed for every request, so that samples differ and runs are repeatable."""
     number = int(task.name.rpartition("-")[2])
-    return ((seed * 1_000_003 + number) * 1009 + sample) * 101 + turn
+    return derived_seed(seed, number, sample, turn)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from ...api.launching import launch
+from ...core.seeds import derived_seed
 from ...errors import EngineError, UsageError
 from ...inference.client import Client
 from ...inference.sampling import SamplingParams
@@ -185,7 +186,7 @@ class _Run:
         s = self._settings
         seed = s.sampling.seed
         if seed is not None:
-            seed += (item.line - 1) * s.samples + number
+            seed = derived_seed(seed, item.line - 1, number)
         try:
             with _naming(item):
                 made = await self._client.generate(
