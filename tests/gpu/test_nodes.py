@@ -19,7 +19,6 @@ import pytest
 import torch
 from engine.policies import on_phase
 from engine.reference import Reference
-from engine.test_kept_weights import kept
 from hosts.nodes import NodeProcess, hosts_of, nodes
 
 import sglrl
@@ -97,7 +96,6 @@ async def test_a_relay(
                     assert report.workers == everyone
                     await check(client, policy)
                 # The replacement copies from the other worker, or from the memory of the host.
-                await kept(client)
                 os.kill(client.workers[0].pid, signal.SIGKILL)
                 await client.generate(input_ids=PROMPT, max_new_tokens=8)
                 await client.wait_until_full(SECONDS)
@@ -214,7 +212,6 @@ async def test_a_single_replica_keeps_its_weights(
         gpu_model, device="cuda", tp_size=tp_size, keep_weights="host", restarts=9, **OPTIONS
     ) as client:
         await client.update_weights(new.model)
-        await kept(client)
         size = sum(t.nbytes for t in new.model.state_dict().values())
         assert size / 2 < client.workers[0].kept_bytes < 2 * size
         for _ in range(2):
