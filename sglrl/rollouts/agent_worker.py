@@ -37,6 +37,7 @@ from .agent import (
     too_late,
 )
 from .agent_messages import DONE, FAILED, LATE, STALE, Outcome, Settings, body_of, sampling_from
+from .blocked_loop import LoopWatch
 from .dataset import session_arguments
 from .task_ending import GRACE_SECONDS, Grace, Limit, end_without, stack_of, title_of
 
@@ -124,6 +125,8 @@ class AgentWorker(Actor):
             asyncio.get_running_loop().set_default_executor(threads)
         self._agent = await self._stack.enter_async_context(made_ready(settings.agent))
         _say_it_there(settings.driver)
+        watch = LoopWatch(lambda: bool(self._samples))
+        self._stack.callback(watch.close)
 
     async def close(self) -> None:
         await self._stack.aclose()

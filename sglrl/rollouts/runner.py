@@ -17,6 +17,7 @@ from ..sessions.trajectory import Trajectory
 from .agent import Agent
 from .agent_host import AgentHost, Done, End, Failed, GivenUp, Late, ProcessLost
 from .agent_tasks import AgentTasks
+from .blocked_loop import LoopWatch
 from .config import RolloutConfig
 from .dataset import Items
 from .delivery import Delivery
@@ -64,6 +65,7 @@ class Runner:
         self._wake = wake
         self._tasks = TaskSet(self._break_off)
         self._main: asyncio.Task[None] | None = None
+        self._watch: LoopWatch | None = None
         self._broken: BaseException | None = None
         """An error that ends the run and did not come from the main task."""
         self._stopping = False
@@ -110,6 +112,7 @@ class Runner:
             weights.on_version.add(self._on_version)
             self._metrics.begin()
             self._progress.begin()
+            self._watch = LoopWatch(lambda: self._plan.running > 0)
             self._main = asyncio.create_task(self._run(), name="sglrl rollout")
         except BaseException:
             await self._host.close()
@@ -127,9 +130,14 @@ class Runner:
                 await asyncio.wait([self._main])
         finally:
             await self._host.close()
+            self._end_watch()
             if self._main is not None:
                 self._metrics.end()
                 self._progress.end(self._metrics.snapshot())
+
+    def _end_watch(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
 
     async def pause(self, timeout: float | None) -> None:
         """See ``Rollout.pause``."""
@@ -163,6 +171,7 @@ class Runner:
             if isinstance(failure, asyncio.CancelledError):
                 raise
         finally:
+            self._end_watch()
             self._metrics.end()
             self._failures.log_totals(self._plan.dropped, self._plan.taken)
             self._delivery.notify()
