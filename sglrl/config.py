@@ -8,6 +8,7 @@ import re
 import resource
 from collections.abc import Mapping
 from importlib.util import find_spec
+from inspect import isawaitable
 from numbers import Real
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -361,6 +362,12 @@ def check_target(priority: Any, worker: Any, session: Any) -> tuple[int, int | N
         None if worker is None else int(worker),
         None if session is None else str(session),
     )
+
+
+def type_of(value: Any) -> str:
+    """Return the name of a value's type for an error, with a hint if it was not awaited."""
+    name = type(value).__name__
+    return f"{name}: an 'await' is missing" if isawaitable(value) else name
 
 
 def is_text(text: str) -> bool:

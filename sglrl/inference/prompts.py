@@ -10,6 +10,7 @@ from functools import partial
 from numbers import Real
 from typing import Any
 
+from ..config import type_of
 from ..driver.from_thread import from_thread
 from ..errors import InvalidRequest
 from .threads import in_thread
@@ -57,8 +58,8 @@ async def encode_prompts(
         several, inputs = (False, [prompt]) if isinstance(prompt, str) else (True, prompt)
         if not isinstance(inputs, (list, tuple)) or not all(isinstance(p, str) for p in inputs):
             raise InvalidRequest(
-                f"prompt must be text or a list of texts, got {type(prompt).__name__}; for "
-                "tokens use input_ids"
+                f"prompt must be text or a list of texts, got {type_of(prompt)}; for tokens use "
+                "input_ids"
             )
         if not inputs:
             raise InvalidRequest("the list of prompts is empty")

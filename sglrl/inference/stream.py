@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 from ..actors.replies import error_of
 from ..config import check_target
-from ..errors import Closed, InvalidRequest, SglrlError
+from ..errors import Closed, InvalidRequest, SglrlError, UsageError
 from ..wire.calls import ItemKind
 from .chunk import Chunk, StreamText
 from .completion import Completion
@@ -35,6 +35,12 @@ class Stream:
 
     def __repr__(self) -> str:
         return "<Stream, not at its end>" if self._completion is None else "<Stream, ended>"
+
+    def __iter__(self) -> NoReturn:
+        raise UsageError("use 'async for': the chunks of a stream arrive while you iterate")
+
+    def __await__(self) -> NoReturn:
+        raise UsageError("use 'async for chunk in client.stream(...)', or await client.generate")
 
     def __aiter__(self) -> AsyncIterator[Chunk]:
         return self._iterator

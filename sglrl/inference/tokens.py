@@ -9,13 +9,14 @@ import warnings
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
+from inspect import isawaitable
 from typing import Annotated, Any
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..config import is_text
+from ..config import is_text, type_of
 from ..errors import InvalidRequest
 from ..system_limits import start_thread
 
@@ -92,6 +93,8 @@ def _check_list(ids: Sequence[Any], vocab_size: int) -> bytes:
 def _check_array(ids: Any, vocab_size: int) -> bytes:
     if isinstance(ids, (str, bytes)):
         raise InvalidRequest("input_ids must be token ids: encode text with client.tokenizer")
+    if isawaitable(ids):
+        raise InvalidRequest(f"input_ids must be a sequence of integers, got {type_of(ids)}")
     if isinstance(ids, Mapping):
         # vLLM's TokensPrompt, for example.
         raise InvalidRequest(

@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any, Protocol
 
+from ..config import type_of
 from ..errors import DeadlineExceeded, SglrlError, UsageError
 from ..sessions.gate import Gate
 from ..sessions.session import Session
@@ -89,13 +90,24 @@ async def _result(agent: Agent, session: Session, item: Any, limit: Limit | None
     if not inspect.isawaitable(made):
         raise NotAsync(f"the agent must be async: it returned {made!r:.100}")
     if limit is None:
-        return await made
+        return await _explained(made)
     async with limit:
-        result = await made
+        result = await _explained(made)
         if is_late(limit):
             # The agent blocked the event loop, or ignored its cancellation.
             raise TimeoutError
     return result
+
+
+async def _explained(made: Awaitable[Any]) -> Any:
+    """Await the agent. Add a hint to an error of Python about a value that was not awaited."""
+    try:
+        return await made
+    except (AttributeError, TypeError) as error:
+        for kind, word in (("coroutine", "await"), ("async_generator", "async for")):
+            if f"'{kind}'" in str(error):
+                error.add_note(f"'{word}' is missing before the call that returned this {kind}")
+        raise
 
 
 def is_late(limit: Limit | None) -> bool:
@@ -144,7 +156,11 @@ def _trajectory(session: Session, result: Any) -> Trajectory:
     if not named and (isinstance(result, (str, bytes)) or not hasattr(result, "__float__")):
         raise UsageError(
             f"the agent must return its reward, named rewards or a Trajectory, got "
-            f"{type(result).__name__}"
+            f"{type_of(result)}"
+        )
+    if not session.turns:
+        raise UsageError(
+            "the agent returned before a turn was sampled; it must await session.generate(...)"
         )
     return session.trajectory(result)
 

@@ -12,7 +12,7 @@ from collections.abc import (
     Iterable,
     Mapping,
 )
-from typing import TYPE_CHECKING, Any, Final, Self, Unpack
+from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, Unpack
 
 from ..config import check_timeout
 from ..errors import UsageError
@@ -258,7 +258,18 @@ class Rollout:
         finally:
             self._delivery.notify()
 
+    def __enter__(self) -> NoReturn:
+        raise UsageError("use 'async with', or the rollout of a client from sglrl.blocking")
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def __await__(self) -> NoReturn:
+        raise UsageError("use 'async with sglrl.rollout(...) as run', or 'async for' over the run")
+
     # --- delivery of groups -----------------------------------------------------------------------
+
+    def __iter__(self) -> NoReturn:
+        raise UsageError("use 'async for', or the rollout of a client from sglrl.blocking")
 
     def __aiter__(self) -> AsyncIterator[Group]:
         if self._closed or self._looped:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from ..config import type_of
 from ..errors import InvalidRequest
 from ..inference.message import AssistantMessage
 from ..inference.prompts import Message, check_conversation
@@ -49,9 +50,7 @@ def as_observation(given: Any, vocab_size: int) -> Observation:
         messages = check_conversation([given] if isinstance(given, Mapping) else list(given))
         return [dict(message) for message in messages]
     if not hasattr(given, "__len__"):
-        raise InvalidRequest(
-            f"an observation is text, token ids or messages, got {type(given).__name__}"
-        )
+        raise InvalidRequest(f"an observation is text, token ids or messages, got {type_of(given)}")
     # An empty list is allowed: the output of a tool may be empty.
     return check_ids(given, vocab_size) if len(given) else b""
 

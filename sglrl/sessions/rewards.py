@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from inspect import isawaitable
 from typing import Any, Final, SupportsFloat, TypeAlias
 
 import msgspec
 import numpy as np
 
+from ..config import type_of
 from ..errors import UsageError
 
 MOST_REWARD: Final = float(np.finfo(np.float32).max)
@@ -104,7 +106,8 @@ def number(name: str, value: Any) -> float:
         UsageError: the value is not a number, or not finite in float32, the dtype of batches.
     """
     if isinstance(value, (bool, np.bool_, str, bytes)) or not hasattr(value, "__float__"):
-        raise UsageError(f"{name} must be a number, got {value!r}")
+        got = type_of(value) if isawaitable(value) else repr(value)
+        raise UsageError(f"{name} must be a number, got {got}")
     try:
         found = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):

@@ -84,6 +84,11 @@ class Session:
     async def __aexit__(self, *exc: object) -> None:
         self.close()
 
+    def __enter__(self) -> NoReturn:
+        raise UsageError("use 'async with': the turns of a session are awaited")
+
+    def __exit__(self, *exc: object) -> None: ...
+
     def __reduce__(self) -> NoReturn:
         # A session cannot be pickled because its client cannot; raise the client's error.
         self._spec.client.__reduce__()
