@@ -148,7 +148,9 @@ def model_folder(case: Case) -> Path:
     folder.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
     make_tokenizer(scratch, 512)
-    (scratch / "config.json").write_text(json.dumps(_QWEN3 | _SHAPES[case.model], indent=2))
+    (scratch / "config.json").write_text(
+        json.dumps(_QWEN3 | _SHAPES[case.model], indent=2), encoding="utf-8"
+    )
     os.replace(scratch, folder)
     return folder
 

@@ -166,7 +166,7 @@ def _used(device: str) -> float:
     if device == "cpu":
         return 0.0
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    return float(subprocess.run(query, capture_output=True, text=True, check=True).stdout)
+    return float(subprocess.run(query, capture_output=True, check=True).stdout)
 
 
 async def _sleep(options: Mapping[str, Any], note: Note) -> dict[str, Any]:

@@ -117,7 +117,7 @@ def _worded_model(folder: Path, source: Path) -> str:
     for file in source.iterdir():
         if file.name == "config.json" or file.suffix == ".safetensors":
             shutil.copy(file, folder)
-    size = json_module.loads((folder / "config.json").read_text())["vocab_size"]
+    size = json_module.loads((folder / "config.json").read_text(encoding="utf-8"))["vocab_size"]
     words = {f"w{number}": number for number in range(size)}
     made = Tokenizer(models.WordLevel(words, unk_token="w0"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()

@@ -226,7 +226,7 @@ class Host:
                 [sys.executable, str(program), *args],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                text=True,
+                encoding="utf-8",
             )
 
         made = Program(self._do(start))

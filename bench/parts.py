@@ -64,7 +64,7 @@ def run_part(
         PartFailed: the part exited without a result, raised, or took too long.
     """
     read_end, write_end = os.pipe()
-    with tempfile.TemporaryFile(mode="w+", errors="replace") as log:
+    with tempfile.TemporaryFile(encoding="utf-8", mode="w+", errors="replace") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", module, name, json.dumps(options), str(write_end)],
             cwd=ROOT,
@@ -155,7 +155,7 @@ def serve_part(parts: Mapping[str, Part]) -> None:
     # Children must not hold the pipe, or the bench would not notice that this process exits.
     os.set_inheritable(descriptor, False)
     threading.Thread(target=_die_with_the_bench, args=(descriptor,), daemon=True).start()
-    pipe = os.fdopen(descriptor, "w", buffering=1)
+    pipe = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
 
     def say(**message: Any) -> None:
         pipe.write(json.dumps(message) + "\n")

@@ -77,7 +77,7 @@ def _version(name: str) -> str | None:
 
 def _cpu_model() -> str:
     try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     except OSError:
@@ -89,7 +89,7 @@ def _gpus() -> list[str]:
     """Return the names of the NVIDIA GPUs, read without a CUDA library."""
     found: list[str] = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
-        lines = path.read_text().splitlines()
+        lines = path.read_text(encoding="utf-8").splitlines()
         found += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
     return found
 
@@ -177,5 +177,5 @@ def write_json(path: Path | None, document: dict[str, Any], targets: Sequence[Ta
         return
     asked = [t._asdict() | {"verdict": t.verdict} for t in targets]
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document | {"asked": asked}, indent=2) + "\n")
+    path.write_text(json.dumps(document | {"asked": asked}, indent=2) + "\n", encoding="utf-8")
     print_note(f"written to {path}")

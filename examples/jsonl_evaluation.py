@@ -30,7 +30,7 @@ def main(engine="sglang"):
     items = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(1, 5)]
     with tempfile.TemporaryDirectory() as folder:
         problems, results = Path(folder, "problems.jsonl"), Path(folder, "results.jsonl")
-        problems.write_text("".join(f"{json.dumps(item)}\n" for item in items))
+        problems.write_text("".join(f"{json.dumps(item)}\n" for item in items), encoding="utf-8")
         command = [sys.executable, "-m", "sglrl", "eval", str(model), "--engine", engine]
         command += ["--input", str(problems), "--output", str(results), "--device", "cpu", "--json"]
         command += ["--samples", "8", "--max-new-tokens", "8"]
@@ -39,7 +39,7 @@ def main(engine="sglang"):
         here = Path(__file__).parent
         done = subprocess.run(command, cwd=here, stdout=subprocess.PIPE, check=True)
         # A line of the results has an item and its samples.
-        for line in results.read_text().splitlines():
+        for line in results.read_text(encoding="utf-8").splitlines():
             record = json.loads(line)
             passed = sum(sample["score"] for sample in record["samples"])
             print(f"{record['prompt']} {passed:.0f} of 8 samples pass")

@@ -17,9 +17,9 @@ def main(arguments: Sequence[str] | None = None, name: str = "sglrl") -> None:
     """Run a command and exit. Ctrl-C at any time prints one line and no traceback."""
     code: object = 0
     open_standard_files()
-    sys.stdin = sys.stdin or open(0)  # noqa: SIM115
-    sys.stdout = sys.stdout or open(1, "w")  # noqa: SIM115
-    sys.stderr = sys.stderr or open(2, "w")  # noqa: SIM115
+    sys.stdin = sys.stdin or open(0, encoding="utf-8")  # noqa: SIM115
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8")  # noqa: SIM115
+    sys.stderr = sys.stderr or open(2, "w", encoding="utf-8")  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # A character that the terminal cannot encode must not lose an answer.

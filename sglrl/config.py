@@ -379,6 +379,15 @@ def is_text(text: str) -> bool:
     return True
 
 
+def as_utf8(text: str) -> str:
+    """Return a path or variable of the system, whose bytes are UTF-8, as text.
+
+    Python reads it as lone surrogates if the locale is not UTF-8, as with ``LC_ALL=C``. Workers
+    always use UTF-8.
+    """
+    return text if is_text(text) else os.fsencode(text).decode("utf-8", "surrogateescape")
+
+
 def path_of(name: str, given: Any) -> str | None:
     """Return a path as text, or None. Raise ``UsageError`` if ``given`` is neither."""
     if given is None:

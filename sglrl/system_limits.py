@@ -29,15 +29,18 @@ def available_memory() -> int:
 
     Caches that the kernel can empty count as free.
     """
-    meminfo = Path("/proc/meminfo").read_text()
+    meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
     (line,) = [text for text in meminfo.splitlines() if text.startswith("MemAvailable")]
     available = int(line.split()[1]) * 1024
     # The limit of a container: https://docs.kernel.org/admin-guide/cgroup-v2.html.
     group = Path("/sys/fs/cgroup")
     try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        stat = dict(text.split() for text in (group / "memory.stat").read_text().splitlines())
+        limit = int((group / "memory.max").read_text(encoding="utf-8"))
+        used = int((group / "memory.current").read_text(encoding="utf-8"))
+        stat = dict(
+            text.split()
+            for text in (group / "memory.stat").read_text(encoding="utf-8").splitlines()
+        )
     except (OSError, ValueError):
         # The container has no limit, or there is no container.
         return available

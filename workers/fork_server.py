@@ -253,7 +253,9 @@ class ForkServer:
         except OSError as error:
             # No files, processes or memory are left. Only this worker fails.
             with self.one_more_file():
-                Path(request.log).write_text(f"the fork server could not fork: {reason(error)}\n")
+                Path(request.log).write_text(
+                    f"the fork server could not fork: {reason(error)}\n", encoding="utf-8"
+                )
             client.send(Exited(request.key, error.errno or 1))
             return
         client.keys[pid] = request.key
@@ -396,7 +398,8 @@ def main() -> None:
         # If the driver exits meanwhile, ``die_with_parent`` notices it in the new program.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         module = "sglrl_workers.fork_server"
-        os.execv(sys.executable, [sys.executable, "-m", module, sys.argv[1], INSTEAD[name], driver])
+        arguments = ["-X", "utf8", "-m", module, sys.argv[1], INSTEAD[name], driver]
+        os.execv(sys.executable, [sys.executable, *arguments])
     # Plain actors are forked from a small process, so a spare fork saves no time.
     server = ForkServer(listener, int(driver), warm, ahead=name != "plain")
     # From now on, the server itself watches the driver's process.

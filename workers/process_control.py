@@ -35,7 +35,9 @@ def raise_oom_score(by: int) -> None:
     """Make the kernel more likely to kill this process when memory runs out."""
     path = Path("/proc/self/oom_score_adj")
     with contextlib.suppress(OSError, ValueError):
-        path.write_text(str(min(1000, int(path.read_text()) + by)))
+        path.write_text(
+            str(min(1000, int(path.read_text(encoding="utf-8")) + by)), encoding="utf-8"
+        )
 
 
 def set_process_name(name: str) -> None:
@@ -52,7 +54,7 @@ def limit_arenas(most: int) -> None:
 def reset_priority(pid: int) -> None:
     """Give a process and its session normal priority."""
     with contextlib.suppress(OSError):
-        Path(f"/proc/{pid}/autogroup").write_text("0")
+        Path(f"/proc/{pid}/autogroup").write_text("0", encoding="utf-8")
 
 
 def kill_group(pid: int) -> None:

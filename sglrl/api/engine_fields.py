@@ -79,15 +79,15 @@ def engine_fields(sglang: str | None = None) -> Mapping[str, EngineField]:
             raise UsageError(f"sglang is not installed: {install('sglang')}")
         sglang = spec.submodule_search_locations[0]
     source = Path(sglang, "srt")
-    main = ast.parse((source / "server_args.py").read_text())
+    main = ast.parse((source / "server_args.py").read_text(encoding="utf-8"))
     named = _constants(main)
     found = _fields(main, named, "ServerArgs")
     # Newer SGLang versions assemble ServerArgs from the classes in this folder.
     groups = source / "arg_groups"
     if (groups / "choices.py").exists():
-        named |= _constants(ast.parse((groups / "choices.py").read_text()))
+        named |= _constants(ast.parse((groups / "choices.py").read_text(encoding="utf-8")))
     for part in sorted((groups / "fields").glob("*.py")):
-        found |= _fields(ast.parse(part.read_text()), named)
+        found |= _fields(ast.parse(part.read_text(encoding="utf-8")), named)
     if "model_path" not in found:
         raise UsageError(f"{source} defines no ServerArgs; this sglang version is not supported")
     return MappingProxyType(found)

@@ -78,7 +78,8 @@ def _run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [python, *arguments],
             capture_output=True,
-            text=True,
+            encoding="utf-8",
+            errors="surrogateescape",
             # No package of the current folder hides an installed one.
             cwd="/",
             stdin=subprocess.DEVNULL,

@@ -159,7 +159,7 @@ def make_model(
     model.to(getattr(torch, dtype)).save_pretrained(folder)
     # No default sampling parameters: the caller sets them all.
     generation = folder / "generation_config.json"
-    generation.write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}))
+    generation.write_text(json.dumps({"eos_token_id": tokenizer.eos_token_id}), encoding="utf-8")
     return folder
 
 

@@ -135,6 +135,9 @@ class ForkServer:
                 return subprocess.Popen(
                     [
                         self.python,
+                        # The files and names of the system are UTF-8, also if the locale is not.
+                        "-X",
+                        "utf8",
                         "-m",
                         "sglrl_workers.fork_server",
                         str(listener.fileno()),

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from ..config import is_text
+from ..config import as_utf8, is_text
 from ..errors import WorkerStartError
 from ..system_limits import no_file
 from ..wire.codec import encode
@@ -246,7 +246,7 @@ class LocalLauncher:
         fork server remain set.
         """
         try:
-            here = os.getcwd()
+            here = as_utf8(os.getcwd())
         except OSError:
             # The current folder was removed.
             here = "/"
@@ -254,22 +254,22 @@ class LocalLauncher:
         before = self._server.environ
         # The caller that places workers on GPUs sets CUDA_VISIBLE_DEVICES in ``env``.
         since = {
-            name: value
+            as_utf8(name): as_utf8(value)
             for name, value in os.environ.items()
             if before.get(name) != value
             and name != "CUDA_VISIBLE_DEVICES"
-            and is_text(name + value)
+            and is_text(as_utf8(name + value))
         }
         # Python ignores entries that are not text.
-        path = [p or here for p in sys.path if isinstance(p, str) and is_text(p)]
+        path = [as_utf8(p) or here for p in sys.path if isinstance(p, str)]
         return encode(
             Fork(
                 key=key,
                 spec=spec,
                 env={**since, **env},
-                log=str(log),
+                log=as_utf8(str(log)),
                 cwd=here,
-                sys_path=path if self._python is None else None,
+                sys_path=[p for p in path if is_text(p)] if self._python is None else None,
             )
         )
 

@@ -245,7 +245,10 @@ class HostLauncher:
                 self._on_exited(key, status)
             case Output(key=key, text=text) if key in self._logs:
                 # Without room for the log, the worker is not worse off.
-                with contextlib.suppress(OSError), self._logs[key].open("a") as file:
+                with (
+                    contextlib.suppress(OSError),
+                    self._logs[key].open("a", encoding="utf-8") as file,
+                ):
                     file.write(text)
 
     def on_ended(self, link: NodeLink, reason: str) -> None:

@@ -330,7 +330,7 @@ class Node:
 def _boot() -> str:
     """Return what identifies this machine and its start (Linux's random.4), or ""."""
     with contextlib.suppress(OSError):
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return ""
 
 

@@ -92,7 +92,8 @@ def _patches() -> list[Finding]:
     table = subprocess.run(
         [sys.executable, "-m", "sglrl_workers.engine.sglang.patch_table"],
         capture_output=True,
-        text=True,
+        encoding="utf-8",
+        errors="replace",
         timeout=60,
     )
     if table.returncode:

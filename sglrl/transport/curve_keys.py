@@ -215,7 +215,7 @@ def _write_pairs(folder: Path, names: list[str], force: bool) -> list[Path]:
         try:
             new.unlink(missing_ok=True)
             descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-            with os.fdopen(descriptor, "w") as file:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
                 os.fchmod(descriptor, mode)
                 file.write(f"{key}\n")
             new.rename(path)

@@ -205,7 +205,7 @@ def saved_config(folder: Path) -> Any:
         InvalidAdapter: there is none, or it cannot be read.
     """
     try:
-        return json.loads((folder / CONFIG).read_text())
+        return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InvalidAdapter(
             f"{folder} has no {CONFIG}: it is not the folder of an adapter"

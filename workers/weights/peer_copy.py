@@ -158,7 +158,7 @@ def _before_others() -> Iterator[None]:
     nice = _autogroup_nice()
     if nice is not None:
         with contextlib.suppress(OSError):
-            _AUTOGROUP.write_text("0")
+            _AUTOGROUP.write_text("0", encoding="utf-8")
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 0)
     try:
@@ -168,18 +168,18 @@ def _before_others() -> Iterator[None]:
         with contextlib.suppress(OSError):
             try:
                 if nice is not None and nice != "0":
-                    _AUTOGROUP.write_text(nice)
+                    _AUTOGROUP.write_text(nice, encoding="utf-8")
             except BlockingIOError:
                 # The kernel permits one change every tenth of a second: sched(7).
                 time.sleep(_AUTOGROUP_SECONDS)
-                _AUTOGROUP.write_text(str(nice))
+                _AUTOGROUP.write_text(str(nice), encoding="utf-8")
 
 
 def _autogroup_nice() -> str | None:
     """The nice value of this process's autogroup (sched(7)); None if it has no autogroup."""
     try:
         # "/autogroup-71 nice 5". Empty for a process that is in no autogroup.
-        words = _AUTOGROUP.read_text().split()
+        words = _AUTOGROUP.read_text(encoding="utf-8").split()
     except OSError:
         return None
     return words[-1] if words else None

@@ -99,4 +99,4 @@ def give_way() -> None:
     # If the kernel groups tasks by session (sched(7)), niceness counts only within a session. Each
     # worker has its own session, so set the niceness of the session's group, too.
     with contextlib.suppress(OSError):
-        Path("/proc/self/autogroup").write_text(str(_NICENESS))
+        Path("/proc/self/autogroup").write_text(str(_NICENESS), encoding="utf-8")

@@ -47,7 +47,7 @@ def _digests(path: Path) -> dict[str, str]:
     syntax trees of SGLang's modules would take 40 MB.
     """
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         return {}
     lines = text.splitlines(keepends=True)
