@@ -443,15 +443,16 @@ def _place(
     if device == "cpu" or (device == "auto" and not found):
         if tp_size > 1:
             raise NotEnoughDevices(
-                f"tp_size={tp_size} needs as many GPUs; SGLang's published wheels run a model on "
-                "one CPU process only"
+                f"tp_size={tp_size} needs {tp_size} GPUs for each replica; on a CPU, SGLang's "
+                "published wheels run a model in one process: use tp_size=1"
             )
         return [None] * replicas
     needed = replicas * tp_size
     if len(found) < needed:
         raise NotEnoughDevices(
             f"replicas={replicas} with tp_size={tp_size} need {needed} GPUs; "
-            f"{len(found)} are there (CUDA_VISIBLE_DEVICES and gpus= limit them)"
+            f"{len(found)} are there (CUDA_VISIBLE_DEVICES and gpus= limit them); without a GPU, "
+            "use device='cpu'"
         )
     return [found[i : i + tp_size] for i in range(0, needed, tp_size)]
 

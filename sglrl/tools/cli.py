@@ -83,8 +83,8 @@ def demo(
     task: Annotated[
         list[str] | None, typer.Option(help="repeat or lookup.", show_default="both")
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Weight updates at most.")] = 150,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, questions and sampling.")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="Maximum number of weight updates.")] = 150,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of weights, questions and sampling.")] = 0,
     replicas: Replicas = 1,
     max_staleness: Annotated[
         int, typer.Option(min=0, help="Maximum age of tokens, in versions; 0: no running ahead.")
@@ -96,7 +96,7 @@ def demo(
         bool, typer.Option(help="Also time some steps with running ahead, and without.")
     ] = True,
     plot: Annotated[
-        Path, typer.Option(metavar="FILE", help="Reward over the steps, a PNG.")
+        Path, typer.Option(metavar="FILE", help="File of the plot of rewards, a PNG.")
     ] = Path("demo/reward.png"),
     json: Json = None,
 ) -> None:
@@ -141,15 +141,22 @@ def demo(
 @_command
 def check(
     rollouts: Annotated[int, typer.Option(min=1, help="Conversations to sample.")] = 512,
-    in_flight: Annotated[int, typer.Option(min=1, help="Of them at a time.")] = 64,
+    in_flight: Annotated[int, typer.Option(min=1, help="Conversations at a time.")] = 64,
     replicas: Replicas = 2,
     device: Device = "cpu",
     model: Annotated[
         str | None,
-        typer.Option(help="Folder or hub name.", show_default="a tiny random Qwen3, made here"),
+        typer.Option(
+            help="A folder or a name on the Hugging Face hub.",
+            show_default="a tiny random Qwen3, made here",
+        ),
     ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Of the questions and the sampling.")] = 0,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Per answer.")] = 32,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the questions and of the sampling.")
+    ] = 0,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum number of tokens of an answer.")
+    ] = 32,
     tolerance: Annotated[
         float | None,
         typer.Option(
@@ -193,22 +200,36 @@ def check(
 def generate(
     model: Model,
     prompts: Annotated[
-        list[str] | None, typer.Argument(help="Texts; without any, the lines of standard input.")
+        list[str] | None,
+        typer.Argument(
+            help="Texts to continue. Without any, each line of standard input is a prompt."
+        ),
     ] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Per sample.")] = 128,
+    max_new_tokens: Annotated[
+        int, typer.Option(min=1, help="Maximum number of tokens of a sample.")
+    ] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Smallest set of tokens this likely.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Number of likeliest tokens; -1 for all.")] = -1,
-    stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be repeated.")] = None,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the smallest set of tokens with this probability.")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(help="Sample from this many most likely tokens; -1: all.")
+    ] = -1,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A text that ends the output; may be repeated.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Makes the samples repeatable.")] = None,
-    n: Annotated[int, typer.Option("--samples", "-n", min=1, help="Per prompt.")] = 1,
+    n: Annotated[int, typer.Option("--samples", "-n", min=1, help="Samples per prompt.")] = 1,
     chat: Annotated[
-        bool, typer.Option("--chat", help="A prompt is a user's turn: apply the chat template.")
+        bool,
+        typer.Option(
+            "--chat", help="Treat a prompt as a user's message and apply the chat template."
+        ),
     ] = False,
-    logprobs: Annotated[bool, typer.Option("--logprobs", help="With --json: of each token.")] = (
-        False
-    ),
-    json: Annotated[bool, typer.Option("--json", help="One JSON object per sample.")] = False,
+    logprobs: Annotated[
+        bool, typer.Option("--logprobs", help="With --json: add the logprob of each token.")
+    ] = (False),
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object per sample.")] = False,
     replicas: Replicas = 1,
     tp_size: TpSize = 1,
     device: Device = "auto",
@@ -272,7 +293,7 @@ _command(serve)
 @_command
 def doctor(
     engine: Annotated[
-        str, typer.Option(help="Of the test call: fake, or sglang with a tiny model.")
+        str, typer.Option(help="Engine of the test call: fake, or sglang with a tiny model.")
     ] = "fake",
     hosts: Annotated[
         str | None,
@@ -282,11 +303,20 @@ def doctor(
             "machine with its keys, or on a node's machine with the node's keys.",
         ),
     ] = None,
-    keys: Annotated[str | None, typer.Option(metavar="PATH", help="For --hosts.")] = None,
+    keys: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PATH",
+            help="For --hosts: the folder of the program, or the folder or secret key of a node.",
+        ),
+    ] = None,
     nodes: Annotated[
         list[str] | None,
         typer.Option(
-            "--node", metavar="ADDRESS", help="For --hosts: a node that listens; repeatable."
+            "--node",
+            metavar="ADDRESS",
+            help="For --hosts on the program's side: the address of a node that listens; "
+            "may be repeated.",
         ),
     ] = None,
     seconds: Annotated[
@@ -298,7 +328,7 @@ def doctor(
             "--arguments", help="List the arguments of the installed SGLang instead, with states."
         ),
     ] = False,
-    json: Annotated[bool, typer.Option("--json", help="As a JSON array.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
 ) -> None:
     """Show versions, devices and patches of SGLang, and make one call to test whether it works."""
     from .doctor import argument_lines, argument_rows, examine, table_of
@@ -326,12 +356,14 @@ def doctor(
 
 @_command
 def keys(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made if it is not there.")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The folder. It is made if it does not exist.")
+    ],
     add: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Add keys for one more client to a folder with keys."),
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace keys that are there.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace existing keys.")] = False,
 ) -> None:
     """Make the keys that connections beyond this machine need.
 

@@ -19,7 +19,9 @@ from ..wire.processes import ClientKeys
 
 
 def node(
-    address: Annotated[str | None, typer.Argument(help="Of the program: tcp://HOST:PORT.")] = None,
+    address: Annotated[
+        str | None, typer.Argument(help="Address of the program: tcp://HOST:PORT.")
+    ] = None,
     listen: Annotated[
         str | None,
         typer.Option(
@@ -35,7 +37,7 @@ def node(
         ),
     ] = None,
     insecure: Annotated[
-        bool, typer.Option("--insecure", help="Without keys: the connection is not encrypted.")
+        bool, typer.Option("--insecure", help="Connect without keys. Nothing is encrypted.")
     ] = False,
     gpus: Annotated[
         str | None,

@@ -12,20 +12,28 @@ import typer
 from ..errors import UsageError
 
 Replicas = Annotated[int, typer.Option(min=1, help="Copies of the model, one worker each.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda where there is one.")]
-Engine = Annotated[str, typer.Option(help="sglang, or fake: repeats the prompt, needs no torch.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda, or auto: cuda if a GPU is visible.")]
+Engine = Annotated[
+    str, typer.Option(help="sglang, or fake: repeats the prompt and needs no torch.")
+]
 TpSize = Annotated[int, typer.Option(min=1, help="GPUs per copy of the model.")]
-Model = Annotated[str, typer.Argument(help="Folder or hub name; 'tiny' for a random model.")]
+Model = Annotated[
+    str,
+    typer.Argument(help="A folder or a name on the Hugging Face hub; 'tiny': a random model."),
+]
 Set = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="NAME=VALUE",
         show_default=False,
-        help="An argument of sglrl.launch or of SGLang; may be repeated.",
+        help="Another argument of sglrl.launch or of SGLang, such as mem_fraction_static=0.8; "
+        "may be repeated.",
     ),
 ]
-Json = Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the result there.")]
+Json = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="File to which the result is also written.")
+]
 
 _OF_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
 _OPTIONS: Final = ("model", "replicas", "tp_size", "device", "engine")

@@ -23,11 +23,13 @@ def serve(
     engine: Engine = "sglang",
     settings: Set = None,
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65_535, help="0: any free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option(min=0, max=65_535, help="Port to listen at; 0: any free one.")
+    ] = 8000,
     name: Annotated[
         list[str] | None,
         typer.Option(
-            help="Of the model, for clients; may be repeated.",
+            help="Name of the model for clients; may be repeated.",
             show_default="MODEL, or the last part of its path if it is a folder",
         ),
     ] = None,
@@ -36,14 +38,20 @@ def serve(
         typer.Option(
             envvar="SGLRL_API_KEY",
             show_default="any",
-            help="Clients must send it. Other machines can connect only with one.",
+            help="Clients must send it. It is required at addresses that other machines can reach.",
         ),
     ] = "",
     tls_cert: Annotated[
-        str, typer.Option(metavar="FILE", show_default="http", help="Certificate, PEM, for https.")
+        str,
+        typer.Option(
+            metavar="FILE", show_default="http", help="File of a certificate, PEM, for https."
+        ),
     ] = "",
     tls_key: Annotated[
-        str, typer.Option(metavar="FILE", show_default="http", help="Key of the certificate, PEM.")
+        str,
+        typer.Option(
+            metavar="FILE", show_default="http", help="File of the certificate's key, PEM."
+        ),
     ] = "",
     keep: Annotated[
         bool, typer.Option(help="Sample the turns of clients that disconnect to their end.")
@@ -55,7 +63,7 @@ def serve(
         int, typer.Option(min=1, help="Processes that answer requests and share the port.")
     ] = 1,
 ) -> None:
-    """Serve a model to clients of OpenAI's API, until SIGTERM or Ctrl-C.
+    """Serve a model to clients of OpenAI's, Anthropic's, SGLang's and vLLM's APIs, until SIGTERM.
 
     POST /sessions opens a session, whose calls become one trajectory.
     """

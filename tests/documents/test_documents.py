@@ -254,6 +254,22 @@ def test_the_reference_has_every_option_of_the_command_line() -> None:
         }, name
 
 
+def test_help_texts_are_phrases_that_stand_alone() -> None:
+    """They name what the option is or does: "Maximum number of tokens", not "Per sample."."""
+    group = typer.main.get_group(app)
+    for command in group.commands.values():
+        for option in command.params:
+            text = getattr(option, "help", None) or ""
+            assert text[-1:] == ".", (command.name, option.name)
+            assert not re.match(r"(Of|Per|For|That|Its|As|With)\b(?!.*:)", text), text
+
+
+def test_llms_txt_names_every_command() -> None:
+    (line,) = re.findall(r"^- \[Command line\].*", (ROOT / "docs/llms.txt").read_text(), re.M)
+    for name in typer.main.get_group(app).commands:
+        assert name in line
+
+
 @pytest.mark.parametrize("document", [*INCLUDED, *PAGES], ids=name_of)
 def test_lists_are_written_so_that_the_site_shows_them(document: Path) -> None:
     """MkDocs nests a list by four spaces and needs an empty line before it. GitHub does not."""

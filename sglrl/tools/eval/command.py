@@ -22,47 +22,74 @@ def evaluate(
             metavar="FILE",
             exists=True,
             dir_okay=False,
-            help="A JSON object per line, with prompt, messages or input_ids.",
+            help="File with a JSON object per line, with prompt, messages or input_ids.",
         ),
     ],
     output: Annotated[
-        Path, typer.Option(metavar="FILE", help="Lines with samples; a killed run continues.")
+        Path,
+        typer.Option(metavar="FILE", help="File of the results. If it exists, the run continues."),
     ],
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Begin anew.")] = False,
-    n: Annotated[int, typer.Option("--samples", "-n", min=1, help="Per line.")] = 1,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Begin anew instead of continuing.")
+    ] = False,
+    n: Annotated[int, typer.Option("--samples", "-n", min=1, help="Samples per line.")] = 1,
     score: Annotated[
         str | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="score(item, text) -> float or bool."),
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="The function score(item, text), which returns a float or a bool.",
+        ),
     ] = None,
     k: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Of pass@k.", show_default="1, 2, 4, ... up to the samples"),
+        typer.Option(
+            min=1,
+            help="The k of pass@k; may be repeated.",
+            show_default="1, 2, 4, ... up to the samples",
+        ),
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Per sample.", show_default="128")
+        int | None,
+        typer.Option(min=1, help="Maximum number of tokens of a sample.", show_default="128"),
     ] = None,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
-    top_p: Annotated[float, typer.Option(help="Smallest set of tokens this likely.")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="Number of likeliest tokens; -1 for all.")] = -1,
-    min_p: Annotated[float, typer.Option(help="Least probability, of the likeliest's.")] = 0.0,
-    stop: Annotated[list[str] | None, typer.Option(help="Ends the text; may be repeated.")] = None,
+    top_p: Annotated[
+        float, typer.Option(help="Sample from the smallest set of tokens with this probability.")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(help="Sample from this many most likely tokens; -1: all.")
+    ] = -1,
+    min_p: Annotated[
+        float,
+        typer.Option(
+            help="Sample from tokens with this probability, relative to the most likely token."
+        ),
+    ] = 0.0,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A text that ends the output; may be repeated.")
+    ] = None,
     stop_token_ids: Annotated[
-        list[int] | None, typer.Option(help="Ends the text; may be repeated.")
+        list[int] | None, typer.Option(help="A token id that ends the output; may be repeated.")
     ] = None,
     stop_regex: Annotated[
-        list[str] | None, typer.Option(help="Its match ends the text; may be repeated.")
+        list[str] | None,
+        typer.Option(help="A regular expression whose match ends the output; may be repeated."),
     ] = None,
-    min_new_tokens: Annotated[int, typer.Option(help="Before these, no text ends.")] = 0,
+    min_new_tokens: Annotated[
+        int, typer.Option(help="Number of tokens before which no output ends.")
+    ] = 0,
     frequency_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
     presence_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="0 to 2; 1 for none.")] = 1.0,
+    repetition_penalty: Annotated[float, typer.Option(help="0 to 2; 1: none.")] = 1.0,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Continue after the model's end of text.")
+        bool, typer.Option("--ignore-eos", help="Continue after the model's end-of-sequence token.")
     ] = False,
     json_schema: Annotated[
-        str | None, typer.Option(metavar="JSON", help="That the text must follow.")
+        str | None, typer.Option(metavar="JSON", help="A JSON schema that the output must follow.")
     ] = None,
-    regex: Annotated[str | None, typer.Option(help="That the text must match.")] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="A regular expression that the output must match.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(min=0, help="Makes the samples repeatable.")] = None,
     logprobs: Annotated[
         bool, typer.Option("--logprobs", help="Write the id and logprob of each token.")
@@ -73,10 +100,12 @@ def evaluate(
     concurrency: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Samples at a time.", show_default="as many as the engines run at once"
+            min=1, help="Samples in flight.", show_default="as many as the engines run at once"
         ),
     ] = None,
-    json: Annotated[bool, typer.Option("--json", help="The summary as one JSON object.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the summary as one JSON object.")
+    ] = False,
     replicas: Replicas = 1,
     tp_size: TpSize = 1,
     device: Device = "auto",
