@@ -579,7 +579,9 @@ async def test_all_are_aborted(
 @module
 async def test_a_request_without_its_client(http: httpx.AsyncClient, pool: sglrl.Client) -> None:
     with pytest.raises(httpx.ReadTimeout):
-        await http.post("/generate", json={**SLOW, "rid": "x"}, timeout=0.2)
+        await http.post(
+            "/generate", json={**SLOW, "rid": "x"}, timeout=httpx.Timeout(300, read=0.2)
+        )
     await until_idle(pool)
     assert (await http.post("/abort_request", json={"rid": "x"})).json() == {"aborted": 0}
 

@@ -52,14 +52,14 @@ def http_of(gateway: Gateway) -> httpx.AsyncClient:
 
 
 async def test_a_session_that_nobody_uses_expires(pool: sglrl.Client) -> None:
-    async with serve(pool, name="tiny", expire_after=0.5) as gateway, http_of(gateway) as http:
+    async with serve(pool, name="tiny", expire_after=2.0) as gateway, http_of(gateway) as http:
         made = (await http.post("/sessions")).json()
         url = f"/sessions/{made['id']}/v1/models"
         assert (await http.get(url)).status_code == 200
         async with asyncio.timeout(300):
             # Each request of another session is none of this one.
             while (await http.post(f"/sessions/{made['id']}x/reward")).status_code == 404:
-                await asyncio.sleep(0.6)
+                await asyncio.sleep(2.1)
                 if (await http.get(url)).status_code == 404:
                     break
 
@@ -316,7 +316,7 @@ async def test_equal_requests_that_are_repeated(pool: sglrl.Client) -> None:
         body = {**SLOW, "return_token_ids": True}
         for _ in range(2):
             with pytest.raises(httpx.ReadTimeout):
-                await http.post(url, json=body, timeout=0.1)
+                await http.post(url, json=body, timeout=httpx.Timeout(300, read=0.1))
         made = await asyncio.gather(*[http.post(url, json=body, headers=again) for _ in range(2)])
         assert [answer.status_code for answer in made] == [200, 200]
         ids = [answer.json()["id"] for answer in made]

@@ -325,7 +325,7 @@ async def test_cancelled_and_late_calls_end_at_the_worker(
         asyncio.ensure_future(remote.generate(input_ids=IDS, max_new_tokens=39_000))
         for _ in range(3)
     ]
-    late = asyncio.ensure_future(remote.generate(input_ids=IDS, max_new_tokens=39_000, timeout=2.0))
+    late = asyncio.ensure_future(remote.generate(input_ids=IDS, max_new_tokens=39_000, timeout=5.0))
     await until(pool, lambda: len(peers(pool)[0].calls) == 4)
     for call in calls:
         call.cancel()
