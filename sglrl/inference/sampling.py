@@ -69,7 +69,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             part of ``text``. An expression that takes half a second of CPU time to match raises
             ``InvalidRequest``.
         no_stop_trim: keep the stop string or stop token at the end of ``text``.
-        min_new_tokens: number of tokens before which no end-of-sequence or stop token is sampled.
+        min_new_tokens: number of tokens before which the output does not end. Until then, no token
+            that ends an output is sampled, and no stop string or expression is checked. As in vLLM,
+            a match that ends after these tokens counts, even if it begins before.
         frequency_penalty, presence_penalty: in [-2, 2], as OpenAI defines them.
         repetition_penalty: in (0, 2], 1 for none (https://arxiv.org/abs/1909.05858).
         logit_bias: by token id, a bias that is added to the token's logit before temperature and

@@ -154,13 +154,14 @@ PATCHES: Final = (
     ),
     Patch(
         name="end_of_output",
-        why="an end of sequence as the last allowed token is reported as 'length'",
+        why="an end of sequence as the last allowed token is reported as 'length', and "
+        "min_new_tokens does not hold against stop strings",
         module="patches.end_of_output",
         wraps=(
             f"{_BATCH}:Req.update_finish_state",
             f"{_BATCH}:Req._check_token_based_finish",
+            f"{_BATCH}:Req._check_str_based_finish",
         ),
-        reads=(f"{_BATCH}:Req._check_str_based_finish",),
     ),
     Patch(
         name="stop_regex",

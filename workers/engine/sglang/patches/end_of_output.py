@@ -1,4 +1,4 @@
-"""Decide when an output ends, by SGLang's rules with three changes.
+"""Decide when an output ends, by SGLang's rules with four changes.
 
 * The last token that a request may have can also end the output: an end of sequence, a stop token,
   or the end of a stop string. SGLang (0.5.17 to 0.5.23) checks the length first, and then nothing
@@ -9,17 +9,24 @@
   after the end.
 * ``ignore_eos`` is about the model's own end of sequence. SGLang also ignores the request's
   ``stop_token_ids``.
+* ``min_new_tokens`` holds for every end. SGLang applies it only to the tokens that the sampler must
+  not draw. Here a stop string or a stop expression counts if its match ends after these tokens, and
+  it may begin before. vLLM does the same.
 """
 
 from __future__ import annotations
 
 from functools import wraps
+from http import HTTPStatus
 from typing import Any
 
+from sglang.srt.managers import schedule_batch
 from sglang.srt.managers.schedule_batch import (
     FINISH_ABORT,
     FINISH_LENGTH,
+    FINISH_MATCHED_STR,
     FINISH_MATCHED_TOKEN,
+    FINISHED_MATCHED_REGEX,
     Req,
 )
 
@@ -27,12 +34,14 @@ from ..patch import Setup
 
 _update = Req.update_finish_state
 _check_tokens = Req._check_token_based_finish
+_check_strings = Req._check_str_based_finish
 
 
 def install(setup: Setup) -> None:
     """Patch SGLang's requests."""
     Req.update_finish_state = _update_finish_state
     Req._check_token_based_finish = _check_token_based_finish
+    Req._check_str_based_finish = _check_str_based_finish
 
 
 # ``wraps`` lets code that reads the source of these methods find SGLang's source.
@@ -60,6 +69,8 @@ def _update_finish_state(self: Any, new_accepted_len: int = 1) -> None:
 @wraps(_check_tokens)
 def _check_token_based_finish(self: Any, new_accepted_tokens: list[int]) -> bool:
     params = self.sampling_params
+    early = params.min_new_tokens - len(self.output_ids) + len(new_accepted_tokens)
+    new_accepted_tokens = new_accepted_tokens[max(0, early) :]
     if not params.ignore_eos or not params.stop_token_ids:
         return bool(_check_tokens(self, new_accepted_tokens))
     for i, token in enumerate(new_accepted_tokens):
@@ -68,3 +79,46 @@ def _check_token_based_finish(self: Any, new_accepted_tokens: list[int]) -> bool
             self.finished_len = len(self.output_ids) - len(new_accepted_tokens) + i + 1
             return True
     return False
+
+
+@wraps(_check_strings)
+def _check_str_based_finish(self: Any, new_accepted_len: int = 1) -> bool:
+    params = self.sampling_params
+    least = params.min_new_tokens
+    if not least or not (params.stop_strs or params.stop_regex_strs):
+        return bool(_check_strings(self, new_accepted_len))
+    if len(self.output_ids) <= least:
+        return False
+    # These lengths are upper bounds of the tokens of a match.
+    size = max(params.stop_str_max_len, params.stop_regex_max_len) + new_accepted_len
+    start = max(0, len(self.output_ids) - size)
+    before = self.tokenizer.decode(self.output_ids[start : max(start, least)])
+    first = max(least, len(self.output_ids) - new_accepted_len) + 1
+    for count in range(first, len(self.output_ids) + 1):
+        text = self.tokenizer.decode(self.output_ids[start:count])
+        # The last character of the text before may be incomplete.
+        reason = _match(params, text, len(before.rstrip("\ufffd")))
+        if reason is not None:
+            self.finished_reason, self.finished_len = reason, count
+            return True
+    return False
+
+
+def _match(params: Any, text: str, least: int) -> Any:
+    """Return the finish reason of a match that ends after ``least`` characters, or None."""
+    for stop in params.stop_strs:
+        if text.find(stop, max(0, least - len(stop) + 1)) >= 0:
+            return FINISH_MATCHED_STR(matched=stop)
+    for stop in params.stop_regex_strs:
+        try:
+            pattern = schedule_batch.re.compile(stop)
+            found = pattern.search(text)
+            while found is not None and found.end() <= least:
+                found = pattern.search(text, found.start() + 1)
+        except (schedule_batch.re.error, RecursionError) as error:
+            return FINISH_ABORT(
+                f"invalid stop_regex {stop!r}: {error}", HTTPStatus.BAD_REQUEST, "BadRequestError"
+            )
+        if found is not None:
+            return FINISHED_MATCHED_REGEX(matched=stop)
+    return None

@@ -8,6 +8,9 @@ With overlap, SGLang (0.5.17 to 0.5.23) has a second fault. It passes a request'
 penalizers once per step, however many tokens have arrived since the step before. After a prefill in
 between, it omits one token and counts the next token twice. The first step counts the prompt's last
 token. This module passes each token once, when the token exists.
+
+Before ``min_new_tokens``, SGLang forbids the end token of the tokenizer. A model may have others
+(``eos_token_id`` of its configuration). This module forbids all of them.
 """
 
 from __future__ import annotations
@@ -39,10 +42,21 @@ def install(setup: Setup) -> None:
             for penalizer in orchestrator.penalizers.values():
                 if penalizer.is_prepared():
                     restore(penalizer, [seen(request) for request in batch.reqs])
+                    if isinstance(penalizer, BatchedMinNewTokensPenalizer):
+                        _forbid_ends(penalizer, batch.reqs)
         return info
 
     SamplingBatchInfo.from_schedule_batch = classmethod(with_penalties)
     ScheduleBatch.cumulate_penalty_output_tokens = _cumulate
+
+
+def _forbid_ends(penalizer: Any, requests: list[Any]) -> None:
+    """Forbid all end tokens of the model in requests with a minimum of tokens."""
+    size = penalizer.stop_token_penalties.shape[1]
+    for row, request in enumerate(requests):
+        if request.sampling_params.min_new_tokens > 0:
+            ends = [token for token in request.eos_token_ids or () if 0 <= token < size]
+            penalizer.stop_token_penalties[row, ends] = float("-inf")
 
 
 _of_last_tokens = ScheduleBatch.cumulate_penalty_output_tokens

@@ -49,10 +49,14 @@ class _Searches:
     def __init__(self) -> None:
         self._slow: set[str] = set()
 
-    def search(self, pattern: str, text: str) -> re.Match[str] | None:
+    def compile(self, pattern: str) -> _Search:
+        return _Search(self, pattern)
+
+    def search(self, pattern: str, text: str, at: int = 0) -> re.Match[str] | None:
+        """Search from a position, as ``re.Pattern.search`` does."""
         signal.setitimer(signal.ITIMER_VIRTUAL, AGAIN if pattern in self._slow else LIMIT)
         try:
-            return re.search(pattern, text)
+            return re.compile(pattern).search(text, at)
         except re.error:
             if len(self._slow) >= _SLOW:
                 self._slow.clear()
@@ -60,3 +64,14 @@ class _Searches:
             raise
         finally:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+class _Search:
+    """Stands for a compiled pattern."""
+
+    def __init__(self, searches: _Searches, pattern: str) -> None:
+        self._searches = searches
+        self._pattern = pattern
+
+    def search(self, text: str, at: int = 0) -> re.Match[str] | None:
+        return self._searches.search(self._pattern, text, at)
