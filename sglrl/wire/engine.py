@@ -248,6 +248,10 @@ class TensorValue(msgspec.Struct, array_like=True, gc=False, frozen=True):
     data: bytearray
 
 
+RATE_SECONDS: Final = 10.0
+"""The window of ``EngineStats.tokens_per_second``."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The load of one engine, and its totals since it was ready.
 
@@ -256,7 +260,10 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     prompt_tokens, cached_tokens, generated_tokens: totals. Cached tokens are prompt tokens that
         the prefix cache served.
     uptime: seconds since the engine was ready.
-    tokens_per_second: generated tokens over ``uptime``.
+    tokens_per_second: generated tokens per second in the latest ``RATE_SECONDS`` (10) seconds, or
+        since the engine was ready if that is less. An engine that was stopped in this time has a
+        lower rate. Tokens count when the engine reports them: a request without a stream reports
+        several at once.
     draining: whether new requests wait, because an update, a pause or a sleep waits until the
         running ones have ended.
     asleep: what the engine has given back (``Client.sleep``).

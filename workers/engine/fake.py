@@ -64,6 +64,7 @@ from sglrl.wire.processes import EngineSpec
 
 from ..mailbox import Mailbox
 from .protocol import check_given, check_mode, check_sleep, check_top
+from .token_rate import TokenRate
 
 _SAMPLINGS = 1024
 
@@ -138,6 +139,7 @@ class FakeEngine:
         self.prompted = 0
         self.request_steps = 0
         self.begun = time.monotonic()
+        self.rate = TokenRate(self.begun)
         table = -(np.arange(self.context_length, dtype=np.float32) + 1) / 1024
         self.table = table.astype("<f4").tobytes()
         falling = -np.arange(self.vocab_size, dtype=np.float64)
@@ -319,11 +321,12 @@ class FakeEngine:
             time.sleep(seconds)
         if self.hang_file is not None:
             self._hang_if_told(self.hang_file)
-        finished = []
+        finished, now = [], time.monotonic()
         for id_, request in islice(self.requests.items(), self.most_running):
             new = min(self.tokens_per_step, request.limit - request.done)
             request.done += new
             self.generated += new
+            self.rate.add(new, now)
             last = request.done == request.limit
             if last or request.stream or request.done - request.sent >= 16:
                 self._emit(id_, request, "length" if last else "")
@@ -402,7 +405,7 @@ class FakeEngine:
         raise InvalidRequest("engine='fake' has no weights")
 
     def stats(self) -> EngineStats:
-        uptime = time.monotonic() - self.begun
+        now = time.monotonic()
         held = sum(r.done for r in self.requests.values()) if len(self.requests) < 64 else 0
         running = min(len(self.requests), self.most_running)
         return EngineStats(
@@ -413,8 +416,8 @@ class FakeEngine:
             prompt_tokens=self.prompted,
             cached_tokens=0,
             generated_tokens=self.generated,
-            uptime=uptime,
-            tokens_per_second=self.generated / uptime if uptime else 0.0,
+            uptime=now - self.begun,
+            tokens_per_second=self.rate.per_second(now),
             asleep=self.asleep,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any
@@ -292,16 +293,18 @@ class Adapter(RequestTable):
 
     def tokens(self, output: BatchTokenIDOutput) -> None:
         """Send the output of one scheduler step to the driver, in one message."""
-        mailbox = self.mailbox
+        mailbox, now = self.mailbox, time.monotonic()
         for i, rid in enumerate(output.rids):
             id_ = convert.call_id(rid)
             request = self.requests.get(id_)
             if request is None:
                 continue
             kind, error, text = convert.end_of(output.finished_reasons[i])
+            if kind == ItemKind.CHUNK and not len(output.output_ids[i]):
+                continue
+            self.rate.add(max(0, output.completion_tokens[i] - request.sent), now)
             if kind == ItemKind.CHUNK:
-                if len(output.output_ids[i]):
-                    self._return(id_, request, output, i, kind)
+                self._return(id_, request, output, i, kind)
                 continue
             if id_ in self.returned:
                 self.returned.discard(id_)

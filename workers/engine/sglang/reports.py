@@ -21,7 +21,7 @@ def engine_stats(table: RequestTable, draining: bool) -> EngineStats:
     """
     scheduler = table.scheduler
     used, capacity = scheduler.kv_tokens()
-    uptime = time.monotonic() - table.begun
+    now = time.monotonic()
     return EngineStats(
         running=scheduler.sglrl_running(),
         waiting=scheduler.sglrl_waiting() + len(table.held_back),
@@ -30,8 +30,8 @@ def engine_stats(table: RequestTable, draining: bool) -> EngineStats:
         prompt_tokens=table.prompt_tokens,
         cached_tokens=table.cached_tokens,
         generated_tokens=table.generated_tokens,
-        uptime=uptime,
-        tokens_per_second=table.generated_tokens / uptime if uptime else 0.0,
+        uptime=now - table.begun,
+        tokens_per_second=table.rate.per_second(now),
         draining=draining,
         asleep=tuple(sorted(scheduler.sglrl_sleep.asleep)),
     )

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from ...mailbox import Mailbox
+from ..token_rate import TokenRate
 from .next_token import NextTokens
 from .tracked_request import TrackedRequest
 
@@ -21,6 +22,7 @@ class RequestTable:
         cancelled: ids of requests that the driver has cancelled, and SGLang has received.
         returned: ids of requests that return their tokens so far.
         begun: time of ``time.monotonic`` at which the engine was ready.
+        rate: of generated tokens, also those of requests that run.
     """
 
     def __init__(self, mailbox: Mailbox) -> None:
@@ -33,6 +35,7 @@ class RequestTable:
         self.returned: set[int] = set()
         self.next_tokens = NextTokens(mailbox)
         self.begun = time.monotonic()
+        self.rate = TokenRate(self.begun)
         self.prompt_tokens = 0
         self.cached_tokens = 0
         self.generated_tokens = 0

@@ -1,0 +1,49 @@
+"""Measure how many tokens an engine generates per second."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from sglrl.wire.engine import RATE_SECONDS
+
+_SLICES: Final = 20
+"""Parts of the window. The tokens of one part are counted together."""
+
+
+class TokenRate:
+    """The tokens per second in the latest ``RATE_SECONDS`` seconds.
+
+    Time in which the process does not run counts, too. A total over the whole uptime would hide
+    that an engine has stopped.
+
+    Args:
+        now: time in seconds at which the engine was ready, on any monotonic clock. All other times
+            are on the same clock.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._begun = now
+        self._slices: deque[tuple[int, int]] = deque()
+        """Number of a part of time, and its tokens. The numbers ascend."""
+
+    def add(self, tokens: int, now: float) -> None:
+        """Record new tokens."""
+        number = self._number(now)
+        if self._slices and self._slices[-1][0] == number:
+            tokens += self._slices.pop()[1]
+        self._slices.append((number, tokens))
+        self._forget(number)
+
+    def per_second(self, now: float) -> float:
+        """Return the rate. An engine that is younger than the window has a shorter one."""
+        self._forget(self._number(now))
+        seconds = min(RATE_SECONDS, now - self._begun)
+        return sum(tokens for _, tokens in self._slices) / seconds if seconds > 0 else 0.0
+
+    def _number(self, now: float) -> int:
+        return int((now - self._begun) / RATE_SECONDS * _SLICES)
+
+    def _forget(self, number: int) -> None:
+        while self._slices and self._slices[0][0] <= number - _SLICES:
+            self._slices.popleft()
