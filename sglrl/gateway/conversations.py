@@ -21,6 +21,7 @@ from ..errors import Closed
 from ..inference.completion import Completion
 from ..inference.prompts import Message, check_conversation
 from ..inference.replies import OnChunk
+from ..inference.tokens import without_surrogates
 from ..sessions.rewards import RewardValue
 from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
@@ -261,7 +262,7 @@ class Digest:
 
     They depend on what clients send back unchanged: not on reasoning, nor on the form of the
     arguments of calls, nor on white space around the content, nor on whether an empty content is ""
-    or null.
+    or null, nor on which half of a surrogate pair an argument has.
 
     Args:
         template: what decides how the conversation is rendered, and the adapter.
@@ -295,8 +296,10 @@ def _parsed(arguments: Any) -> Any:
     """Return the value of arguments. JavaScript writes 1.0 as 1, -0.0 as 0, and NaN as null."""
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     try:
-        return json.loads(
-            text, parse_int=_number, parse_float=_number, parse_constant=lambda name: None
+        return without_surrogates(
+            json.loads(
+                text, parse_int=_number, parse_float=_number, parse_constant=lambda name: None
+            )
         )
     except ValueError:
         return arguments

@@ -6,6 +6,8 @@ the completions into an answer. All of this is pure: ``app.py`` receives and sen
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
 
@@ -13,6 +15,7 @@ import msgspec
 
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
+from ..inference.tokens import without_surrogates
 from .errors import HttpError
 from .prompt_logprobs import Wanted
 
@@ -25,6 +28,10 @@ NewTokens = Callable[[], Completion] | None
 
 encode: Final = msgspec.json.Encoder(enc_hook=str).encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+"""Begins each escape of a surrogate."""
+_CONVERSATION: Final = ("input", "instructions", "messages", "system")
+"""Fields with texts of the model and of the user."""
 MOST_CHOICES: Final = 128
 _NOTHING: Final[Sequence[Any]] = (None, False, [], {}, "")
 """Values that ask for nothing."""
@@ -277,8 +284,43 @@ def decode_body(
     try:
         fields = _decode(body or b"{}")
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not a JSON object: {error}") from None
+        found = _with_surrogates(body)
+        if found is None:
+            raise InvalidRequest(f"the body is not a JSON object: {error}") from None
+        fields = found
     return convert_fields(fields, kind, ignored=ignored, nothing=nothing, instead=instead)
+
+
+def _with_surrogates(body: bytes) -> dict[str, Any] | None:
+    """Return the fields of a request with lone surrogates, or None if it is not a JSON object.
+
+    Clients cut texts in the middle of a surrogate pair, and models sample one half of it. U+FFFD
+    replaces it in the conversation, because it is not Unicode text.
+
+    Raises:
+        InvalidRequest: another field has a lone surrogate.
+    """
+    if not _SURROGATE.search(body):
+        return None
+    try:
+        fields = json.loads(body.decode(), parse_constant=_reject)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(fields, dict):
+        return None
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        fixed = without_surrogates([name, value])
+        if fixed != [name, value] and name not in _CONVERSATION:
+            raise InvalidRequest(
+                f"the field {name!a:.99} holds a lone surrogate, which is not Unicode text"
+            )
+        found[name] = fixed[1]
+    return found
+
+
+def _reject(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def convert_fields(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import struct
 import threading
@@ -131,6 +132,20 @@ def check_text(name: str, text: str) -> None:
         raise InvalidRequest(
             f"{name} holds a lone surrogate, which is not Unicode text: {text!a:.200}"
         )
+
+
+def without_surrogates(value: Any) -> Any:
+    """Return a JSON value whose texts can be encoded: U+FFFD replaces each lone surrogate.
+
+    A value of another type is returned unchanged.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError):
+        return value
+    if is_text(text):
+        return value
+    return json.loads(text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace"))
 
 
 def has_words(tokenizer: Any) -> bool:
@@ -277,6 +292,13 @@ class TokenizerBox:
                     "continue_final_message continues a message of the assistant, and the last "
                     f"message is {messages[-1]!r:.200}"
                 )
+        # A model may sample one half of a surrogate pair in the arguments of a call.
+        messages = [
+            {**message, "tool_calls": without_surrogates(message["tool_calls"])}
+            if message.get("tool_calls")
+            else message
+            for message in messages
+        ]
         try:
             text: str = tokenizer.apply_chat_template(messages, tokenize=False, **options)
         except Exception as error:

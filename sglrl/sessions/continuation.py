@@ -52,7 +52,7 @@ def continued(
     new: Sequence[Message],
     *,
     allow_rewrite: bool,
-    is_parsed: bool = False,
+    parsed: str | None = None,
 ) -> Continued:
     """Return the text between the assistant's answer and its next turn.
 
@@ -63,8 +63,7 @@ def continued(
         new: the messages that follow the answer.
         allow_rewrite: append what the template puts after the answer even if it renders ``history``
             or the answer differently when ``new`` follows.
-        is_parsed: a renderer has parsed the answer, so its reasoning and calls are not in its
-            content.
+        parsed: the text before the calls, if a renderer has parsed the answer.
 
     Raises:
         InvalidRequest: the template omits the answer, with ``allow_rewrite``.
@@ -79,7 +78,7 @@ def continued(
     whole = render([*history, answer, *new])
     if whole.startswith(head + text):
         return Continued(whole[len(head) + len(text) :], False)
-    thinks = is_parsed and _thinks(text, answer)
+    thinks = parsed is not None and _thinks(text, answer, parsed)
     marked = _rendered(render, [*history, _marked(answer, thinks), *new])
     if not marked.startswith(head) or (thinks and _THOUGHT not in marked):
         return Continued(whole, True)
@@ -88,21 +87,22 @@ def continued(
     answered, mark, after = marked.rpartition(_MARK)
     if not mark or len(answered) < len(head):
         return Continued(whole, True)
-    if not is_parsed:
+    if parsed is None:
         said = whole[len(head) : len(whole) - len(after)]
         if not whole.endswith(after) or _without_space(said) != _without_space(text):
             return Continued(whole, True)
     return Continued(after, False)
 
 
-def _thinks(text: str, answer: Message) -> bool:
+def _thinks(text: str, answer: Message, parsed: str) -> bool:
     """Return whether a parsed answer has reasoning, which may be empty.
 
     Args:
         text: the sampled text. Reasoning comes before the content.
+        parsed: the content before the calls.
     """
-    content = _without_space(answer.get("content") or "")
-    return bool(answer.get("reasoning_content")) or not _without_space(text).startswith(content)
+    begin = _without_space(parsed)
+    return bool(answer.get("reasoning_content")) or not _without_space(text).startswith(begin)
 
 
 def _marked(answer: Message, thinks: bool) -> Message:

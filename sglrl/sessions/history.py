@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..inference.completion import Beginning, Completion, Conversation
 from ..inference.message import AssistantMessage
 from ..inference.prompts import Message
+from ..inference.tokens import without_surrogates
 from .arrays import joined_rows, routed_stop
 from .observations import Dialogue, answer_of
 from .rewards import Rewards, RewardValue
@@ -220,9 +221,12 @@ class History:
 
 
 def _stripped(messages: Sequence[Message]) -> list[Message]:
-    """Return messages without white space around the content of the assistant's."""
+    """Return messages without white space around the content of the assistant's.
+
+    U+FFFD replaces lone surrogates, as in the messages of a history.
+    """
     return [
-        {**message, "content": (message.get("content") or "").strip()}
+        without_surrogates({**message, "content": (message.get("content") or "").strip()})
         if message.get("role") == "assistant"
         else message
         for message in messages

@@ -12,7 +12,7 @@ from ..errors import InvalidRequest
 from ..inference.message import AssistantMessage
 from ..inference.prompts import Message, check_conversation
 from ..inference.renderer import Renderer
-from ..inference.tokens import check_ids
+from ..inference.tokens import check_ids, without_surrogates
 from .continuation import continued
 from .session_spec import SessionSpec
 
@@ -106,7 +106,7 @@ def encode_observations(
                 answer,
                 item,
                 allow_rewrite=spec.allow_rewrite,
-                is_parsed=said is not None,
+                parsed=None if said is None else dialogue.begun + said.content,
             )
             if after.only_form and spec.renderer is not None and said is not None:
                 renderer = spec.renderer.keeping_thoughts()
@@ -141,7 +141,10 @@ def _message_of(text: str, dialogue: Dialogue, said: AssistantMessage | None) ->
     if said is None:
         return {"role": "assistant", "content": text}
     message = said.as_dict()
-    return {**message, "content": dialogue.begun + message["content"]}
+    # Messages become a part of trajectories, whose texts are UTF-8.
+    found = {**message, "content": dialogue.begun + message["content"]}
+    clean: dict[str, Any] = without_surrogates(found)
+    return clean
 
 
 def _text_of(spec: SessionSpec, tokens: bytes, dialogue: Dialogue, ended: bool) -> str:

@@ -24,8 +24,8 @@ from .made import completion
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 ADD = {"type": "object", "properties": {"a": {"type": "string"}}}
-CALL = '<tool_call>\n{"arguments":{"a":  "b"},\n "name":"add"}</tool_call>'
-"""Its white space and the order of its fields are not the template's."""
+CALL = '<tool_call>\n{"arguments":{"a":  "\\ud83d"},\n "name":"add"}</tool_call>'
+"""Its white space and the order of its fields are not the template's, nor is the surrogate text."""
 ANSWERS = [
     "Hello ", " \n Hello\n", "", " ", "\u3000é\u00a0",
     "Hello \n<tool_call>\n{bad}\n</tool_call>\n and so on ",
@@ -182,16 +182,37 @@ async def test_the_next_prompt(
     async with httpx.AsyncClient(transport=transport) as http:
         agent = dialect()
         for turn in range(3):
-            agent.ask("Go on.")
+            # Clients also cut a text in the middle of a pair.
+            agent.ask("Go on. \ud83d")
             says(answer[: 3 * turn], answer[3 * turn :])
             body = json.dumps({"model": "tiny", **agent.body()})
             got = await http.post(url + agent.path, content=body)
             assert got.status_code == 200, (body, got.text)
             text = agent.answered(json.loads(got.content), strips)
-            if CALL not in answer:
-                assert text.strip() == answer.strip()
-            elif "bad" in answer:
-                assert text == "So  and <tool_call>bad"
+            # A call whose special token is sampled in pieces is text.
+            assert text.strip() in (answer.strip(), answer.replace(CALL, "").strip())
     trajectory = session.conversations.trajectory()
     assert trajectory is not None
     assert [len(leaf.turns) for leaf in trajectory.leaves] == [3]
+
+
+@pytest.mark.parametrize("dialect", [Chat, Messages, Responses])
+async def test_lone_surrogates(gateway: Endpoints, dialect: type[Chat]) -> None:
+    """Only the texts of the conversation may have them, and nothing else is accepted with them."""
+    transport = httpx.ASGITransport(app=gateway.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://gateway/v1") as http:
+        agent = dialect()
+        agent.ask("\ud83d and \ude00, \ud83d\ude00")
+        body = agent.body()
+        limit = "max_tokens" if "messages" in body else "max_output_tokens"
+        text = json.dumps({**body, limit: 2})
+        got = await http.post(agent.path, content=text)
+        assert got.status_code == 200, got.text
+        for change in ({"model": "\ud83d"}, {"stop": ["\ud83d"]}, {"\ud83d": 1}):
+            got = await http.post(agent.path, content=json.dumps({**body, **change}))
+            assert got.status_code == 400
+            assert "lone surrogate" in got.json()["error"]["message"]
+        for broken in (text[:-1], text.replace("2}", "NaN}"), f"[{text}]"):
+            got = await http.post(agent.path, content=broken)
+            assert got.status_code == 400
+            assert "is not a JSON object" in got.json()["error"]["message"]

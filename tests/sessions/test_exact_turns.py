@@ -57,6 +57,7 @@ class Case:
             requests=SimpleNamespace(box=self.box, decode=self.box.decode),
             vocab_size=len(self.tokenizer),
             renderer=renderer,
+            template=self.template,
             allow_rewrite=False,
             render=lambda messages: render_conversation(self.box, messages, self.template),
         )
@@ -203,6 +204,19 @@ def test_thoughts(tmp_path: Path) -> None:
             assert case.box.decode(found, False) == case.spec.render([*ASK, said, MORE])
         # Nothing is removed between the calls of an answer.
         assert case.next_prompt(sampled, [RESULT])[: len(before)] == before
+
+
+def test_a_lone_surrogate_in_a_branch(tmp_path: Path) -> None:
+    """The template removes the thought, so the call is rendered again, with another character."""
+    case = only("qwen3", tmp_path)
+    call = (
+        '<tool_call>\n{"name": "add", "arguments": {"a": "\\ud83d \\ud83d\\ude00"}}\n</tool_call>'
+    )
+    sampled = case.encode(f"<think>\nHm.\n</think>\n\n{call}")
+    said = case.spec.renderer.parse(case.prompt, sampled, 0)
+    assert said.tool_calls[0].arguments == {"a": "\ud83d 😀"}
+    found = case.next_prompt(sampled, [RESULT, MORE])
+    assert '{"a": "\ufffd 😀"}' in case.box.decode(found, False)
 
 
 MALFORMED = {
