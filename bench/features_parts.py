@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 import sglrl
+from sglrl.api.launching import cuda_devices
 
 from .cases import Case, prompts
 from .parts import Note, serve_part
@@ -162,11 +163,17 @@ def sleep(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
 
 def _used(device: str) -> float:
-    """Return the memory that is in use on the first GPU, in MiB."""
+    """Return the memory that is in use on the first visible GPU, in MiB.
+
+    The engine uses this GPU. ``CUDA_VISIBLE_DEVICES`` holds indices or UUIDs, and nvidia-smi takes
+    both.
+    """
     if device == "cpu":
         return 0.0
-    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "--id=0"]
-    return float(subprocess.run(query, capture_output=True, check=True).stdout)
+    gpu = cuda_devices()[0]
+    query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
+    run = subprocess.run([*query, f"--id={gpu}"], capture_output=True, check=True)
+    return float(run.stdout)
 
 
 async def _sleep(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
