@@ -54,4 +54,10 @@ class Drained(msgspec.Struct, frozen=True, gc=False):
     member: Member
 
 
-Effect = Send | SendCancel | Chunk | End | Restart | Drained
+class Waiting(msgspec.Struct, frozen=True, gc=False):
+    """Calls have waited for some seconds. Log the reason."""
+
+    reason: str
+
+
+Effect = Send | SendCancel | Chunk | End | Restart | Drained | Waiting

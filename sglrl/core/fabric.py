@@ -24,7 +24,8 @@ from .call_queue import CallQueue
 from .calls import CANCELLING, ENDED, QUEUED, RUNNING, SENT, Call
 from .clients import NO_LIMIT, ClientState
 from .deadlines import Deadlines
-from .effects import Chunk, Drained, Effect, End, Restart, Send, SendCancel
+from .effects import Chunk, Drained, Effect, End, Restart, Send, SendCancel, Waiting
+from .holds import Holds
 from .members import AWAY, DRAINING, GONE, LOST, READY, RETIRED, SYNCING, LoadIndex, Member
 from .routing import Router
 
@@ -57,6 +58,7 @@ class Fabric:
         self._woken = False
         """A client was unblocked, so calls may wait although members have room."""
         self._deadlines = Deadlines(self.calls)
+        self.holds = Holds()
 
     # --- clients ----------------------------------------------------------------------------------
 
@@ -232,6 +234,8 @@ class Fabric:
             self._dispatch(call, member, now)
         if call.deadline is not None:
             self._deadlines.add(id_, call.deadline)
+        if self.holds.reasons:
+            self.holds.waiting(now)
 
     def cancel(self, call: Call, now: float) -> None:
         """Cancel the call for its caller. No ``End`` follows. Safe at any time."""
@@ -283,17 +287,24 @@ class Fabric:
                 self._pump_woken(now)
 
     def next_deadline(self) -> float | None:
-        """Return when ``tick`` is next needed, or None if no live call has a deadline."""
-        return self._deadlines.next()
+        """Return when ``tick`` is next needed, or None if nothing has a time limit."""
+        deadline, due = self._deadlines.next(), self.holds.next()
+        return deadline if due is None else due if deadline is None else min(deadline, due)
 
     def tick(self, now: float) -> None:
-        """End every call whose deadline has passed with ``DeadlineExceeded``."""
+        """End every call whose deadline has passed with ``DeadlineExceeded``.
+
+        Report why calls wait.
+        """
+        if reason := self.holds.report(self.calls.values(), now):
+            self.outbox.append(Waiting(reason))
         while (call := self._deadlines.pop(now)) is not None:
             waited = now - call.submitted_at
             where = self.queue.describe(call) if call.state == QUEUED else "at a worker"
+            why = "" if call.urgent or not self.holds.reasons else f": {self.holds}"
             error = DeadlineExceeded(
                 f"{call.endpoint} did not finish within its deadline "
-                f"({waited:.3f} s since it was submitted, last {where})"
+                f"({waited:.3f} s since it was submitted, last {where}){why}"
             )
             if call.state == QUEUED:
                 self._end_queued(call, error)

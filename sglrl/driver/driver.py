@@ -17,10 +17,10 @@ from ..config import FabricConfig
 from ..core.calls import Call
 from ..core.clients import ClientState
 from ..core.driver_listener import DriverListener
-from ..core.effects import Chunk, Drained, End, Restart, Send, SendCancel
+from ..core.effects import Chunk, Drained, End, Restart, Send, SendCancel, Waiting
 from ..core.fabric import Fabric
 from ..core.members import AWAY, GONE, READY, RETIRED, STALE, STARTING, SYNCING, Member
-from ..errors import Closed, ProtocolError, SglrlError, UsageError
+from ..errors import Closed, ProtocolError, UsageError
 from ..transport.base import MOST_UNREAD, DriverTransport
 from ..transport.dropped import Dropped
 from ..wire.calls import (
@@ -39,6 +39,7 @@ from ..wire.calls import (
 from ..wire.codec import Buffer, decode_to_driver, encode, encode_submit, readable
 from .links import Links
 from .raw_frames import RawFrames
+from .reply import fail
 
 logger = logging.getLogger("sglrl.driver")
 now = time.monotonic
@@ -272,6 +273,11 @@ class Driver:
         self.fabric.cancel(call, now())
         self._flush_soon()
 
+    def hold(self, part: str, reason: str | None) -> None:
+        """See ``Holds.set``."""
+        self.fabric.holds.set(part, reason, now())
+        self._set_timer()
+
     def read_by_client(self, client: ClientState, size: int) -> None:
         """See ``Fabric.read_by_client``."""
         self.fabric.read_by_client(client, size, now())
@@ -422,9 +428,13 @@ class Driver:
                         effect.call.reply.restart(effect.call)
                     case Drained():
                         self.loop.call_soon(self._drained, effect.member.index)
+                    case Waiting():
+                        logger.warning("calls wait: %s", effect.reason)
             except Exception as error:
                 assert isinstance(effect, End | Chunk | Restart)
-                self._reply_failed(effect, error)
+                if not isinstance(effect, End):
+                    self.cancel(effect.call)
+                fail(effect.call, error)
         self._flushing = False
         for member, calls in submits.items():
             self._links.send_calls(member, calls)
@@ -434,21 +444,6 @@ class Driver:
         if self._idle is not None and not fabric.calls:
             idle, self._idle = self._idle, None
             idle.set_result(None)
-
-    def _reply_failed(self, effect: End | Chunk | Restart, error: Exception) -> None:
-        """Fail only the call whose reply raised, which is a bug."""
-        call = effect.call
-        logger.error("the answer to %s could not be processed", call.endpoint, exc_info=error)
-        failure = SglrlError(
-            f"the answer to {call.endpoint} could not be processed: {type(error).__name__}: {error}"
-        )
-        failure.__cause__ = error
-        try:
-            if not isinstance(effect, End):
-                self.cancel(call)
-            call.reply.end(call, failure, ())
-        except Exception:
-            logger.exception("the caller of %s could not be told", call.endpoint)
 
     def on_refused(self, member: Member, call: Call, error: Exception) -> None:
         """End a call that cannot be sent, as if the worker had answered with an error.

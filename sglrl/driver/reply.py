@@ -1,7 +1,8 @@
-"""The interface of a call's reply."""
+"""The interface of a call's reply, and the end of a call whose reply is broken."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -9,6 +10,8 @@ from ..core.calls import Call
 from ..errors import SglrlError
 from ..wire.calls import Item
 from ..wire.codec import Buffer
+
+logger = logging.getLogger("sglrl.driver")
 
 
 class Reply(Protocol):
@@ -28,3 +31,16 @@ class Reply(Protocol):
 
         Forget the chunks. For a resumable call, put the tokens received so far into ``call.args``.
         """
+
+
+def fail(call: Call, error: Exception) -> None:
+    """Fail only the call whose reply raised an error, which is a bug."""
+    logger.error("the answer to %s could not be processed", call.endpoint, exc_info=error)
+    failure = SglrlError(
+        f"the answer to {call.endpoint} could not be processed: {type(error).__name__}: {error}"
+    )
+    failure.__cause__ = error
+    try:
+        call.reply.end(call, failure, ())
+    except Exception:
+        logger.exception("the caller of %s could not be told", call.endpoint)

@@ -121,17 +121,24 @@ class PoolPausing(DriverListener):
             raise UsageError(f"mode must be one of {PAUSE_MODES}, got {mode!r:.200}")
         check_timeout(timeout)
         before, self._paused = self._paused, True
+        self._hold()
         try:
             await ask_all(self._pool.driver, _PAUSING["pause"], (mode,), timeout=timeout)
         except InvalidRequest:
             # The engine does not have this mode.
             self._paused = before
+            self._hold()
             raise
 
     async def resume(self, timeout: float | None) -> None:
         check_timeout(timeout)
         self._paused = False
         await ask_all(self._pool.driver, _PAUSING["resume"], timeout=timeout)
+        self._hold()
+
+    def _hold(self) -> None:
+        reason = "generation is paused (client.pause); await client.resume()"
+        self._pool.driver.hold("pause", reason if self._paused else None)
 
     async def abort(self, worker: int | None, timeout: float | None) -> int:
         check_timeout(timeout)

@@ -92,6 +92,18 @@ class PoolSleeping(DriverListener):
 
     def start(self) -> None:
         self._pool.driver.add_listener(self)
+        self._pool.weights.on_version.add(self._hold)
+
+    def _hold(self) -> None:
+        """Record why calls wait: the engines sleep, or wait for weights that they gave away."""
+        driver, weights = self._pool.driver, self._pool.weights
+        asleep = f"the engines sleep ({', '.join(sorted(self._asleep))}); await client.wake()"
+        driver.hold("sleep", asleep if self._asleep else None)
+        gone = (
+            "the engines gave their weights away (client.sleep(keep_weights=False)) and wait for "
+            "all of them; await client.update_weights(...)"
+        )
+        driver.hold("weights", gone if weights.forgotten else None)
 
     async def sleep(
         self, tags: Iterable[str], inflight: str, keep_weights: bool, timeout: float | None
@@ -115,6 +127,7 @@ class PoolSleeping(DriverListener):
                     self._target |= wanted
                     self._asleep |= wanted
                     self._has_slept = True
+                    self._hold()
                     # Engines that sleep hold back all requests, so they cannot drain.
                     await self._tell_all("retract" if self._idle else inflight, deadline)
                 self._idle = True
@@ -131,6 +144,7 @@ class PoolSleeping(DriverListener):
             self._asleep = set(self._target)
             if "weights" not in self._asleep:
                 self._pool.weights.wake()
+            self._hold()
             if not self._asleep:
                 self._idle = False
                 self._pool.hold_replacements(False)

@@ -127,6 +127,11 @@ class WeightChannel(DriverListener):
         """Return the version of every worker, by index."""
         return self._versions.of
 
+    @property
+    def forgotten(self) -> bool:
+        """Return whether the engines gave their weights away, and no update has followed."""
+        return self._versions.forgotten
+
     # --- questions --------------------------------------------------------------------------------
 
     async def describe(self, timeout: float | None) -> ModelDescription:
@@ -193,6 +198,7 @@ class WeightChannel(DriverListener):
         """
         self._versions.asleep = True
         if not kept:
+            self._versions.forgotten = True
             self._versions.of = dict.fromkeys(self._versions.of, UNKNOWN)
 
     def wake(self) -> None:

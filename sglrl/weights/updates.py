@@ -275,7 +275,7 @@ class Updates:
 
     def _record(self, run: UpdateRun) -> None:
         """Record a finished update: set the new versions and notify the listeners."""
-        self._versions.current = run.version
+        self._versions.current, self._versions.forgotten = run.version, False
         for rank in run.left:
             # A lost rank may have a replacement, which does not have the new weights.
             if not rank.lost:

@@ -19,6 +19,7 @@ class Versions:
         current: the version of the last update; 0 before the first update.
         of: the version of every worker, by index.
         asleep: the memory of the weights is freed or saved elsewhere.
+        forgotten: the engines gave their weights away, and no update has followed.
         lock: held by each update, copy and request for checksums.
     """
 
@@ -26,7 +27,7 @@ class Versions:
         self._ranks = ranks
         self.current = 0
         self.of: dict[int, int] = {}
-        self.asleep = False
+        self.asleep = self.forgotten = False
         self.lock = asyncio.Lock()
 
     def is_current(self, worker: int) -> bool:

@@ -13,6 +13,7 @@ import pytest
 import pytest_asyncio
 
 import sglrl
+from sglrl.core import holds
 
 from .policies import (
     NORM,
@@ -178,6 +179,43 @@ async def test_lost_weights_come_with_the_next_update(lab: Lab) -> None:
     await check_asleep(lab)
     await lab.other()
     await lab.check()
+
+
+async def test_calls_report_why_they_wait(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    client = lab.client
+    monkeypatch.setattr(holds, "PATIENCE", 0.1)
+    monkeypatch.setattr(client._pool.driver.fabric, "holds", holds.Holds())
+
+    async def error() -> str:
+        with pytest.raises(sglrl.DeadlineExceeded) as raised:
+            await client.generate(input_ids=[5], timeout=0.4)
+        return str(raised.value)
+
+    asleep, gone, paused = "await client.wake()", "await client.update_weights", "client.resume()"
+    await client.sleep(["kv_cache"])
+    assert (await error()).endswith(f": the engines sleep (kv_cache); {asleep}")
+    await client.sleep(keep_weights=False)
+    assert asleep in (text := await error())
+    assert gone in text
+    await client.wake()
+    await client.pause()
+    assert asleep not in (text := await error())
+    assert gone in text
+    assert paused in text
+    await client.resume()
+    assert paused not in (text := await error())
+    assert text.endswith("wait for all of them; await client.update_weights(...)")
+    await lab.other()
+    await lab.check()
+    # Each reason is logged once.
+    logged = [r.getMessage() for r in caplog.records if "calls wait: " in r.getMessage()]
+    assert [sum(part in text for text in logged) for part in (asleep, gone, paused)] == [1, 1, 1]
+    monkeypatch.undo()
+    with pytest.raises(sglrl.DeadlineExceeded) as raised:
+        await client.generate(input_ids=PROMPTS[0], timeout=0.2, **LONG)
+    assert str(raised.value).endswith("last at a worker)")
 
 
 async def test_updates_between_two_sleeps(lab: Lab) -> None:

@@ -1,0 +1,67 @@
+"""Why workers hold back calls: for example, because the engines sleep."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from .calls import Call
+
+PATIENCE: Final = 5.0
+"""Seconds that a call waits before the reason is reported."""
+
+
+class Holds:
+    """The reasons for which workers hold back calls, by the part of the pool that holds them back.
+
+    The error of a call whose deadline has passed contains the reasons. Each part is reported once,
+    when a call has waited for some seconds.
+    """
+
+    def __init__(self) -> None:
+        self.reasons: dict[str, str] = {}
+        self._reported: set[str] = set()
+        self._due: float | None = None
+
+    def __str__(self) -> str:
+        return "; ".join(self.reasons.values())
+
+    def set(self, part: str, reason: str | None, now: float) -> None:
+        """Set the reason of a part of the pool.
+
+        Args:
+            reason: it also says what to do. None: the part does not hold back calls.
+        """
+        if reason is None:
+            self.reasons.pop(part, None)
+        else:
+            self.reasons[part] = reason
+        self.waiting(now)
+
+    def waiting(self, now: float) -> None:
+        """A call may wait from now on."""
+        if self._due is None and self.reasons.keys() - self._reported:
+            self._due = now + PATIENCE
+
+    def next(self) -> float | None:
+        """Return when ``report`` is next needed, if at all."""
+        return self._due
+
+    def report(self, calls: Iterable[Call], now: float) -> str:
+        """Return the reasons that must be reported now; "" if there are none.
+
+        Args:
+            calls: the live calls.
+        """
+        if self._due is None or now < self._due:
+            return ""
+        self._due = None
+        begun = min((c.submitted_at for c in calls if not c.urgent), default=None)
+        if begun is None:
+            return ""
+        if now < begun + PATIENCE:
+            self._due = begun + PATIENCE
+            return ""
+        parts = [part for part in self.reasons if part not in self._reported]
+        self._reported.update(parts)
+        return "; ".join(self.reasons[part] for part in parts)
