@@ -268,7 +268,7 @@ class WeightChannel(DriverListener):
     def on_peer(self, identity: bytes, frames: Sequence[Buffer]) -> bool:
         rank = self._ranks.find(identity)
         if rank is None and not self._senders.knows(identity):
-            return False
+            return self._ranks.was_lost(identity)
         try:
             message = decode_from_rank(frames[0])
         except ProtocolError as error:
@@ -280,8 +280,11 @@ class WeightChannel(DriverListener):
             case RankHello():
                 return self._on_hello(rank, message)
             case RankAnswer():
-                return self._questions.answered(rank, message) or (
-                    self._updates.run is not None and self._updates.run.rank_answered(rank, message)
+                run = self._updates.run
+                return (
+                    self._questions.answered(rank, message)
+                    or (run is not None and run.rank_answered(rank, message))
+                    or self._is_late(message)
                 )
             case _:
                 return False
@@ -344,7 +347,14 @@ class WeightChannel(DriverListener):
     def sender_answered(self, source: Source, answer: RankAnswer) -> bool:
         """Handle an answer of a source. Return False if the answer was not requested."""
         run = self._updates.run
-        return run is not None and run.sender_answered(source, answer)
+        in_run = run is not None and run.sender_answered(source, answer)
+        return in_run or self._is_late(answer)
+
+    def _is_late(self, answer: RankAnswer) -> bool:
+        """Return True for an answer to a request that has ended, as after a cancelled update."""
+        run = self._updates.run
+        current = run is not None and answer.id == run.id
+        return not current and self._questions.is_late(answer.id)
 
     def sender_lost(self, source: Source) -> None:
         """Handle the loss of a source in another process."""

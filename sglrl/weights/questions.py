@@ -151,6 +151,10 @@ class Questions:
             question.answer.set_result(answer)
         return True
 
+    def is_late(self, id_: int) -> bool:
+        """Return True if a message had this id, and is not an open question."""
+        return 0 < id_ <= self.last_id and id_ not in self._open
+
     def lost(self, ranks: Iterable[Rank]) -> None:
         """Fail every question that needs one of these lost ranks."""
         for rank in ranks:

@@ -85,6 +85,8 @@ class Ranks:
         self._driver: DriverPort | None = None
         self._by_member: dict[Member, Rank] = {}
         self._by_identity: dict[bytes, Rank] = {}
+        self._past: set[bytes] = set()
+        """Identities of lost ranks. Their last messages may arrive after the loss."""
         self._has_weights = False
         """True once a rank was added: the engine has weights to update."""
 
@@ -101,6 +103,7 @@ class Ranks:
         lost = self.of(worker)
         for rank in lost:
             del self._by_member[rank.member], self._by_identity[rank.identity]
+            self._past.add(rank.identity)
             rank.lose()
         return lost
 
@@ -111,6 +114,10 @@ class Ranks:
 
     def find(self, identity: bytes) -> Rank | None:
         return self._by_identity.get(identity)
+
+    def was_lost(self, identity: bytes) -> bool:
+        """Return True for the identity of a rank that is lost."""
+        return identity in self._past
 
     def of(self, worker: int) -> list[Rank]:
         return [rank for rank in self._by_member.values() if rank.worker == worker]

@@ -11,6 +11,7 @@ import pytest
 
 from sglrl.core.weight_update import COMMIT, JOIN, PREPARE, STAGE
 from sglrl.errors import (
+    DeadlineExceeded,
     InvalidWeights,
     ProtocolError,
     WeightUpdateError,
@@ -23,6 +24,7 @@ from sglrl.wire.calls import ErrorBody
 from sglrl.wire.codec import encode
 from sglrl.wire.weights import (
     Abort,
+    Checksums,
     Commit,
     Committed,
     Describe,
@@ -221,6 +223,38 @@ async def test_a_manifest_that_a_rank_has_is_not_sent_again(pool: Pool) -> None:
 
 
 @played
+async def test_late_answers_to_a_cancelled_update_are_expected(pool: Pool) -> None:
+    """They are not reported as messages of a stranger. Other answers are."""
+    sender = Sender(pool, "a")
+    identity = rank_identity(b"w0", 0)
+    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    await pool.describes_itself()
+    await pool.goes_well(sender, [0, 1], Join, Prepare)
+    stages = [await pool.next(who, Stage) for who in (0, 1, "a")]
+    update.cancel()
+    await pool.goes_well(sender, [0, 1], Abort)
+    with pytest.raises(asyncio.CancelledError):
+        await update
+    # The ranks and the sender were in a broadcast, which ends now.
+    for late in (answer(stages[0]), answer(stages[0], NO)):
+        assert pool.on_peer(identity, encode(late))
+        assert pool.channel.sender_answered(sender, late)
+    question = asyncio.create_task(pool.channel.checksums(["w"], 0.001))
+    asked = await pool.next(0, Checksums)
+    await pool.next(1, Checksums)
+    with pytest.raises(DeadlineExceeded):
+        await question
+    shards = RankAnswer(asked.id, "checksums", None, raw([]))
+    assert pool.on_peer(identity, encode(shards))
+    for never in (asked.id + 99, 0, -1):
+        assert not pool.on_peer(identity, encode(RankAnswer(never, STAGE)))
+        assert not pool.channel.sender_answered(sender, RankAnswer(never, STAGE))
+    # Messages of a process that was killed may still be in the socket.
+    pool.on_lost(0)
+    assert pool.on_peer(identity, encode(answer(stages[0])))
+
+
+@played
 async def test_what_gives_all_weights_is_no_part(pool: Pool) -> None:
     """An update of all weights needs no worker with current weights, even if called partial."""
     other = TensorSpec("other", "float32", (1,))
@@ -343,7 +377,9 @@ async def test_answers_that_were_not_asked_for_change_nothing(pool: Pool) -> Non
     await pool.goes_well(sender, [0, 1], Stage, Commit)
     report = await update
     assert (report.workers, report.mode) == ([0, 1], "full")
-    assert not pool.on_peer(identity, encode(RankAnswer(prepare.id, COMMIT)))
+    # After the end it is late, and has no effect.
+    assert pool.on_peer(identity, encode(RankAnswer(prepare.id, COMMIT)))
+    assert pool.asked.empty()
 
 
 @pytest.mark.parametrize(
