@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import sglrl
-from sglrl.api.launching import cuda_devices
+from sglrl.config import visible_cuda_devices
 
 from .cases import Case, prompts
 from .parts import Note, serve_part
@@ -170,7 +170,7 @@ def _used(device: str) -> float:
     """
     if device == "cpu":
         return 0.0
-    gpu = cuda_devices()[0]
+    gpu, *_ = visible_cuda_devices() or ["0"]
     query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
     run = subprocess.run([*query, f"--id={gpu}"], capture_output=True, check=True)
     return float(run.stdout)

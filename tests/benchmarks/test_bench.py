@@ -6,11 +6,15 @@ They use the fabric's parts where the client expects a pool, and must follow cha
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from bench import features_parts
 from bench.genlm_parts import measure
 
 ROOT = Path(__file__).parents[2]
@@ -77,3 +81,20 @@ async def test_the_genlm_bench_asks_for_prompts_that_grow() -> None:
         assert len(prompts) == 20
         assert len({ids[:6] for ids in prompts}) == (1 if kind == "shared" else 20)
         assert all(ids[:n] in repetitions for ids in last for n in (8, 9))
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpu"), [(None, "0"), ("3,1", "3"), (" 2", "2"), ("GPU-8f", "GPU-8f")]
+)
+def test_the_memory_of_the_visible_gpu_is_measured(
+    visible: str | None, gpu: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "nvidia-smi"
+    program.write_text(f'#!/bin/sh\ncase "$*" in *--id={gpu}) echo 17;; *) echo 99;; esac\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert features_parts._used("cuda") == 17
