@@ -10,7 +10,7 @@ from typing import Any, Final
 from ..core.adapters import MODULES, leaf_of
 from ..errors import UsageError
 from ..weights.adapter_config import checked_config, saved_config, weights_file
-from ..weights.safetensors_files import safetensors_specs
+from ..weights.safetensors_files import read_checkpoint
 
 _ARGUMENTS: Final = {
     "max_lora_rank": None,
@@ -101,7 +101,7 @@ def _needs(folders: Mapping[str, Path]) -> tuple[int, set[str]]:
     for folder in folders.values():
         rank = max(rank, checked_config(saved_config(folder)).rank)
         weights_file(folder)
-        modules |= {leaf_of(spec.name) for spec in safetensors_specs(folder)[1]}
+        modules |= {leaf_of(spec.name) for spec in read_checkpoint(folder).specs}
     return rank, modules
 
 

@@ -104,8 +104,58 @@ def check_manifest(
     problems += wrong[:_SHOWN]
     if len(wrong) > _SHOWN:
         problems.append(f"and {len(wrong) - _SHOWN} more that do not fit")
+    if hint := _hint(unknown, known):
+        problems.append(hint)
     if problems:
         raise InvalidWeights("the weights do not fit the model: " + "; ".join(problems))
+
+
+class ManifestCheck:
+    """Checks manifests, and remembers the last one.
+
+    A sender passes the same list object while its manifest does not change.
+    """
+
+    def __init__(self) -> None:
+        self._fitting: tuple[Sequence[TensorSpec], bool] | None = None
+
+    def check(
+        self, wanted: ModelDescription, given: Sequence[TensorSpec], *, partial: bool
+    ) -> None:
+        """Check a manifest, as ``check_manifest`` does.
+
+        A partial manifest may be empty. The sender has then left out all given tensors, because
+        the engine does not keep them.
+        """
+        if self._fitting is not None:
+            specs, was_partial = self._fitting
+            if specs is given and partial == was_partial:
+                return
+        if given or not partial:
+            check_manifest(wanted, given, partial=partial)
+        self._fitting = (given, partial)
+
+
+def _hint(unknown: Sequence[str], known: Mapping[str, TensorSpec]) -> str:
+    """Return what to do about names that the model does not know; "" if that is not known."""
+    parts = {part for name in unknown for part in name.split(".")}
+    if "base_layer" in parts or any(part.startswith("lora_") for part in parts):
+        return (
+            "a model with LoRA adapters is given: merge them (merge_and_unload) and send the "
+            "merged model, or send one adapter with client.update_weights(..., lora=name)"
+        )
+    for name in unknown[:1]:
+        path = name.split(".")
+        for start in range(1, len(path)):
+            if ".".join(path[start:]) in known:
+                return f"remove the prefix {'.'.join(path[:start])!r} and its dot from the names"
+        for extra in dict.fromkeys(path):
+            if ".".join(part for part in path if part != extra) in known:
+                return f"remove {extra!r} and its dot from the names"
+        longer = [other for other in known if other.endswith(f".{name}")]
+        if len(longer) == 1:
+            return f"put {longer[0].removesuffix(name)!r} before the names"
+    return ""
 
 
 def _some(names: Sequence[str]) -> str:

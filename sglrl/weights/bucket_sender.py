@@ -316,7 +316,9 @@ class SendingEnd:
                 group.synchronize()
         if neighbour is not None:
             neighbour.finish(len(packing.buckets))
-        return SentStage(gather * 1e3, (time.perf_counter() - begun) * 1e3)
+        # An update may have no tensors, if the engine keeps none of the given ones.
+        took = time.perf_counter() - begun if begun else 0.0
+        return SentStage(gather * 1e3, took * 1e3)
 
     def _as_they_are(
         self, cargo: Cargo, packing: _Packing, bucket: int

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,10 +10,10 @@ import msgspec
 from ..config import check_timeout
 from ..core.manifest import FLOAT_BYTES, is_computed
 from ..errors import InvalidWeights
-from ..wire.weights import TensorSpec
+from ..wire.weights import ModelDescription, TensorSpec
 from .channel import WeightChannel
 from .deadline import Deadline, turn
-from .safetensors_files import fingerprint, safetensors_specs
+from .safetensors_files import Checkpoint, fingerprint, read_checkpoint
 from .update_report import UpdateReport
 from .update_request import UpdateRequest
 
@@ -69,23 +68,24 @@ class LocalSender:
     ) -> UpdateReport:
         """Send ``weights`` to the workers. Their specs replace ``request.specs``."""
         from .bucket_sender import Cargo
-        from .tensor_source import Manifest, check_ties, take
+        from .tensor_source import Manifest, take
+        from .verification import check_ties
 
         request.check(self._channel.version)
         deadline = Deadline(request.timeout, request.begun)
-        named, ready = take(weights)
+        given = take(weights)
         wanted = await self._channel.describe(deadline.left)
         if self._manifest is None:
             self._manifest = Manifest()
-        tensors = self._manifest.take(named, wanted)
+        tensors = self._manifest.take(given.named, wanted)
         # Read them before the wait for the lock: another update may change the manifest meanwhile.
         specs, total = self._manifest.specs, self._manifest.total
-        check_ties(self._manifest, named)
+        await check_ties(self._manifest, given, self._channel.checksums, wanted, deadline)
         async with turn(self._turn, deadline, wait=request.wait):
             end = await self._ending(device, host, tensors, deadline)
             request = request.with_specs(specs, total)
             assert request.bucket_bytes is not None
-            cargo = Cargo(tensors, ready, specs, request.bucket_bytes, request.check_finite)
+            cargo = Cargo(tensors, given.ready, specs, request.bucket_bytes, request.check_finite)
             try:
                 return await self._channel.update(request, end, lambda: end.load(cargo))
             finally:
@@ -97,19 +97,40 @@ class LocalSender:
         deadline = Deadline(request.timeout, request.begun)
         wanted = await self._channel.describe(deadline.left)
         loop = asyncio.get_running_loop()
-        files, given, seen = await loop.run_in_executor(None, _looked_at, path)
+        found, seen = await loop.run_in_executor(None, _looked_at, path)
         dtypes = {spec.name: spec.dtype for spec in wanted.tensors}
         specs = []
-        for name, dtype, shape in ((s.name, s.dtype, s.shape) for s in given):
+        for name, dtype, shape in ((s.name, s.dtype, s.shape) for s in found.specs):
             if name not in dtypes and (name in wanted.ignored or is_computed(name)):
                 continue
             if dtype not in FLOAT_BYTES:
-                raise InvalidWeights(f"{name} in {files[0].parent} holds {dtype}, not floats")
+                raise InvalidWeights(f"{name} in {found.file_of[name]} holds {dtype}, not floats")
             specs.append(TensorSpec(name, dtypes.get(name, dtype), shape))
-        request = msgspec.structs.replace(
-            request.with_specs(specs), folder=str(files[0].parent), seen=seen
-        )
-        return await self._channel.update(request, None)
+        tied = [n for n in wanted.tied if n in found.file_of and n not in dtypes]
+        try:
+            if tied:
+                await self._check_tied_files(found, tied, wanted, deadline)
+            request = msgspec.structs.replace(
+                request.with_specs(specs), folder=str(found.files[0].parent), seen=seen
+            )
+            return await self._channel.update(request, None)
+        except InvalidWeights as error:
+            raise InvalidWeights(found.naming_files(error.message)) from None
+
+    async def _check_tied_files(
+        self, found: Checkpoint, tied: list[str], wanted: ModelDescription, deadline: Deadline
+    ) -> None:
+        """Check tensors of files that the engine ties to other tensors, as ``update`` does."""
+        from .tensor_source import Manifest, Taken
+        from .verification import check_ties
+
+        names = [n for n in {*tied, *(wanted.tied[n] for n in tied)} if n in found.file_of]
+        loop = asyncio.get_running_loop()
+        read = await loop.run_in_executor(None, lambda: [(n, found.read(n)) for n in names])
+        manifest = Manifest()
+        manifest.take(read, wanted)
+        ask = self._channel.checksums
+        await check_ties(manifest, Taken(read, []), ask, wanted, deadline)
 
     async def _ending(self, device: Any, host: str | None, tensors: Any, deadline: Deadline) -> Any:
         from .bucket_sender import SendingEnd, sending_device
@@ -131,6 +152,8 @@ class LocalSender:
         return self._end
 
 
-def _looked_at(path: Any) -> tuple[list[Path], list[TensorSpec], list[Any]]:
-    files, specs = safetensors_specs(path)
-    return files, specs, fingerprint(files)
+def _looked_at(path: Any) -> tuple[Checkpoint, list[Any]]:
+    found = read_checkpoint(path)
+    if not found.specs:
+        raise InvalidWeights(f"no tensors are given: the files in {path} are empty")
+    return found, fingerprint(found.files)

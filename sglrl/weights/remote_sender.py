@@ -28,10 +28,13 @@ from ..transport.addresses import check_address
 from ..transport.curve_keys import read_client_keys
 from ..transport.unclosed import warn_unless_closed
 from ..transport.zmq import ZmqDealer
+from ..wire.calls import ErrorBody
 from ..wire.codec import MALFORMED, Buffer, decode_to_rank, encode
 from ..wire.weights import (
     Abort,
+    AskChecksums,
     Join,
+    LiveChecksums,
     ModelDescription,
     Propose,
     Proposed,
@@ -39,6 +42,7 @@ from ..wire.weights import (
     RankHello,
     SenderAccepted,
     SenderClosed,
+    Shard,
     Stage,
     ToRank,
     Withdraw,
@@ -81,6 +85,7 @@ class Sender:
         self._model: Any = None
         self._next_id = 0
         self._proposal: tuple[int, asyncio.Future[UpdateReport]] | None = None
+        self._question: asyncio.Future[LiveChecksums] | None = None
         self._lock = asyncio.Lock()
         self._welcome: asyncio.Future[SenderAccepted] = asyncio.get_running_loop().create_future()
         self._version = 0
@@ -203,8 +208,8 @@ class Sender:
             if self._proposal is not None:
                 self._send(Withdraw(self._proposal[0]))
             self._send(SenderClosed())
-        if self._proposal is not None and not self._proposal[1].done():
-            self._proposal[1].set_exception(Closed("the sender was closed"))
+        for future in self._waiting():
+            future.set_exception(Closed("the sender was closed"))
         if not self._welcome.done():
             self._welcome.cancel()
         self._end.close()
@@ -277,25 +282,26 @@ class Sender:
     async def _update(self, weights: Any, request: UpdateRequest) -> UpdateReport:
         """Run ``update`` with a request that was created at the time of the call."""
         from .bucket_sender import Cargo
-        from .tensor_source import check_ties, take
+        from .tensor_source import take
+        from .verification import check_ties
 
         if weights is None:
             weights = self._model
             if weights is None:
                 raise UsageError("pass weights, or call register_model first")
         request.check_values()
-        named, ready = take(weights)
+        given = take(weights)
         deadline = Deadline(request.timeout, request.begun)
         async with turn(self._lock, deadline, wait=request.wait):
             if self._dealer.closed:
                 raise Closed("the sender is closed")
             if self._lost:
                 raise WeightUpdateError(self._lost)
-            tensors, specs = self._manifest.take(named, self._wanted), self._manifest.specs
-            check_ties(self._manifest, named)
+            tensors, specs = self._manifest.take(given.named, self._wanted), self._manifest.specs
+            await check_ties(self._manifest, given, self._checksums, self._wanted, deadline)
             request = request.with_specs(specs, self._manifest.total)
             assert request.bucket_bytes is not None
-            cargo = Cargo(tensors, ready, specs, request.bucket_bytes, request.check_finite)
+            cargo = Cargo(tensors, given.ready, specs, request.bucket_bytes, request.check_finite)
             self._end.load(cargo)
             try:
                 report = await self._proposed_and_ended(request)
@@ -303,6 +309,29 @@ class Sender:
                 self._end.unload(cargo)
             self._version = report.version
             return report
+
+    async def _checksums(self, names: list[str], timeout: float | None) -> dict[int, list[Shard]]:
+        """Return checksums of live tensor shards. A running update is awaited first.
+
+        Raises:
+            UpdateInProgress: the running update does not end in time.
+            WeightUpdateError: the client did not answer.
+        """
+        seconds = 60.0 if timeout is None else timeout
+        self._next_id += 1
+        question = self._question = asyncio.get_running_loop().create_future()
+        self._send(AskChecksums(self._next_id, names, seconds))
+        try:
+            async with asyncio.timeout(seconds + LEAST_SILENCE):
+                found = await question
+        except TimeoutError:
+            self._lose(f"no answer from the client for {seconds + LEAST_SILENCE:g} s")
+            raise WeightUpdateError(self._lost) from None
+        finally:
+            self._question = None
+        if found.error is not None:
+            raise _error_of(found.error)
+        return {0: found.shards}
 
     async def _proposed_and_ended(self, request: UpdateRequest) -> UpdateReport:
         """Propose the update and wait for its end.
@@ -359,8 +388,13 @@ class Sender:
             self._lost = f"{why}; connect again, to the one that is there"
             self._end.close()
             self._send(SenderClosed())
-        if self._proposal is not None and not self._proposal[1].done():
-            self._proposal[1].set_exception(WeightUpdateError(self._lost))
+        for future in self._waiting():
+            future.set_exception(WeightUpdateError(self._lost))
+
+    def _waiting(self) -> list[asyncio.Future[Any]]:
+        """Return the futures of a proposal and of a question that the client has not answered."""
+        proposal = None if self._proposal is None else self._proposal[1]
+        return [f for f in (proposal, self._question) if f is not None and not f.done()]
 
     def _send(self, message: Any) -> None:
         if not self._dealer.closed:
@@ -381,19 +415,16 @@ class Sender:
                 self._welcome.set_result(message)
             case Proposed():
                 self._proposed(message)
+            case LiveChecksums() if self._question is not None and not self._question.done():
+                if message.id == self._next_id:
+                    self._question.set_result(message)
             case Join() | Stage() | Abort() if not self._lost:
                 self._end.ask(message)
 
     def _proposed(self, message: Proposed) -> None:
-        error = message.error
         failure: SglrlError | None = None
-        if error is not None:
-            own = _OF_THE_CLIENT.get(error.kind)
-            failure = (
-                own(error.message)
-                if own is not None
-                else from_wire(error.kind, error.message, error.traceback)
-            )
+        if message.error is not None:
+            failure = _error_of(message.error)
         if not self._welcome.done():
             if failure is not None:
                 self._welcome.set_exception(failure)
@@ -408,3 +439,11 @@ class Sender:
                     failure = ProtocolError(f"the client sent a malformed report: {error}")
             if failure is not None:
                 future.set_exception(failure)
+
+
+def _error_of(body: ErrorBody) -> SglrlError:
+    """Return the error that the client reported."""
+    own = _OF_THE_CLIENT.get(body.kind)
+    if own is not None:
+        return own(body.message)
+    return from_wire(body.kind, body.message, body.traceback)

@@ -11,10 +11,13 @@ from typing import Any, Protocol
 
 import msgspec
 
+from ..core.weight_update import Member
 from ..errors import SglrlError, WeightUpdateError
 from ..wire.calls import ErrorBody
 from ..wire.codec import encode
 from ..wire.weights import (
+    AskChecksums,
+    LiveChecksums,
     ModelDescription,
     Propose,
     Proposed,
@@ -23,6 +26,7 @@ from ..wire.weights import (
     RankSettings,
     SenderAccepted,
     SenderClosed,
+    Shard,
     TensorSpec,
     ToRank,
     Withdraw,
@@ -46,6 +50,10 @@ class Channel(Protocol):
     def version(self) -> int: ...
 
     async def describe(self, timeout: float | None) -> ModelDescription: ...
+
+    async def checksums(
+        self, names: list[str], timeout: float | None
+    ) -> dict[Member, list[Shard]]: ...
 
     async def update(self, request: UpdateRequest, source: RemoteSource) -> UpdateReport: ...
 
@@ -114,11 +122,25 @@ class RemoteSource:
             case RankHello():
                 # The sender checks whether the driver is still there.
                 self.ask(SenderAccepted(self._channel.version, [], []))
-            case Withdraw() if self._task is not None and message.id == self._id:
-                self._task.cancel()
+            case AskChecksums():
+                self._start(lambda: self._checksums(message))
+            case Withdraw(id=id_):
+                # An update that has ended needs no end.
+                if self._task is not None and id_ == self._id:
+                    self._task.cancel()
             case _:
                 return False
         return True
+
+    async def _checksums(self, question: AskChecksums) -> None:
+        try:
+            found = await self._channel.checksums(question.names, question.timeout)
+        except SglrlError as error:
+            body = ErrorBody(type(error).__name__, error.message)
+            self.ask(LiveChecksums(question.id, error=body))
+        else:
+            shards = [shard for shards in found.values() for shard in shards]
+            self.ask(LiveChecksums(question.id, shards))
 
     def cancel(self) -> None:
         if self._task is not None:

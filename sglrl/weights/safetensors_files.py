@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ..errors import ModelError
 from ..wire.weights import TensorSpec
 
+_SHOWN = 8
 INDEX = "model.safetensors.index.json"
 _DTYPES = {
     "F64": "float64",
@@ -82,8 +84,37 @@ def fingerprint(files: list[Path]) -> list[tuple[str, int, int, int]]:
     return [(name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in found]
 
 
-def safetensors_specs(path: Any) -> tuple[list[Path], list[TensorSpec]]:
-    """Return the files in a folder, and the specs in their headers, in order.
+class Checkpoint(NamedTuple):
+    """The tensors in the safetensors files of a folder.
+
+    Attributes:
+        specs: the specs in the headers of the files, in order.
+        file_of: the file of each tensor, by name.
+    """
+
+    files: list[Path]
+    specs: list[TensorSpec]
+    file_of: dict[str, Path]
+
+    def naming_files(self, message: str) -> str:
+        """Return a message about tensors, with the names of the files that hold them."""
+        words = dict.fromkeys(re.split(r"[\s,;:]+", message))
+        named = [word for word in words if word in self.file_of]
+        if len({self.file_of[name] for name in named}) == 1:
+            return f"{message} (in {self.file_of[named[0]]})"
+        places = [f"{name} in {self.file_of[name].name}" for name in named[:_SHOWN]]
+        return message + (f" ({', '.join(places)})" if places else "")
+
+    def read(self, name: str) -> Any:
+        """Return a tensor."""
+        from safetensors import safe_open
+
+        with safe_open(self.file_of[name], framework="pt", device="cpu") as file:
+            return file.get_tensor(name)
+
+
+def read_checkpoint(path: Any) -> Checkpoint:
+    """Read the headers of the safetensors files in a folder.
 
     A dtype that weights cannot have keeps its name from the header.
 
@@ -95,6 +126,7 @@ def safetensors_specs(path: Any) -> tuple[list[Path], list[TensorSpec]]:
     """
     files = weight_files(Path(path).expanduser().resolve())
     specs = []
+    file_of = {}
     for found in files:
         try:
             with found.open("rb") as file:
@@ -107,9 +139,10 @@ def safetensors_specs(path: Any) -> tuple[list[Path], list[TensorSpec]]:
             for name, raw in header.items():
                 entry = msgspec.json.decode(raw, type=_Entry)
                 end = max(end, entry.data_offsets[1])
+                file_of[name] = found
                 specs.append(TensorSpec(name, _DTYPES.get(entry.dtype, entry.dtype), entry.shape))
             if 8 + length + end != found.stat().st_size:
                 raise ValueError("it is not as long as its header says")
         except (ValueError, OSError) as error:
             raise ModelError(f"{found} is not a safetensors file: {error}") from None
-    return files, specs
+    return Checkpoint(files, specs, file_of)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -53,8 +53,8 @@ def take(weights: Any) -> Taken:
 def named_tensors(weights: Any) -> Named:
     """Return the (name, tensor) pairs of a caller's weights.
 
-    The tensors are not copied. Some may be parameters. A module's tied parameters appear once, as
-    in its checkpoints. The names do not contain the wrappers that torch puts around a module
+    The tensors are not copied. Some may be parameters. A module's tied parameters appear under each
+    of their names. The names do not contain the wrappers that torch puts around a module
     (``torch.compile``, ``DistributedDataParallel``, FSDP).
 
     Args:
@@ -69,7 +69,8 @@ def named_tensors(weights: Any) -> Named:
     pairs: Iterable[Any]
     if isinstance(weights, torch.nn.Module):
         weights = unwrapped(weights)
-        pairs = [*weights.named_parameters(), *_persistent_buffers(weights)]
+        named = weights.named_parameters(remove_duplicate=False)
+        pairs = [*named, *_persistent_buffers(weights)]
     elif hasattr(weights, "flatten_keys") and hasattr(weights, "batch_size"):
         pairs = weights.flatten_keys(".").items()
     elif isinstance(weights, Mapping):
@@ -115,15 +116,17 @@ def own_names(named: Iterable[tuple[str, torch.Tensor]]) -> Named:
 
 
 def unwrapped(module: Any) -> Any:
-    """Return the module in ``DistributedDataParallel`` or ``torch.compile``, or ``module``."""
-    while True:
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
-            module = module.module
-        elif "_orig_mod" in getattr(module, "_modules", ()):
-            # A wrapper inside may also find this name.
-            module = module._orig_mod
-        else:
-            return module
+    """Return the module in ``torch.compile``, ``DistributedDataParallel`` and the like.
+
+    Such a wrapper has one child, "_orig_mod" or "module", and no parameters of its own. No
+    checkpoint has names with these prefixes.
+    """
+    while isinstance(module, torch.nn.Module):
+        children = [*module._modules]
+        if children not in (["module"], ["_orig_mod"]) or module._parameters:
+            break
+        module = module._modules[children[0]]
+    return module
 
 
 def _persistent_buffers(module: torch.nn.Module) -> Named:
@@ -156,6 +159,7 @@ class Manifest:
         self._sent: list[int] = []
         self._parts: dict[int, list[Part]] = {}
         self._tied: list[tuple[int, int]] = []
+        self._alone: list[tuple[int, str]] = []
         self.specs: list[TensorSpec] = []
         self.total = 0
 
@@ -164,21 +168,25 @@ class Manifest:
 
         ``specs`` has the dtypes that the engine keeps. It stays the same list object while the
         names, dtypes and shapes do not change. Tensors that the model does not keep are left out. A
-        tensor that holds several experts is split.
+        tensor that holds several experts is split. A second name of a tensor that is sent is left
+        out if the model does not know the name.
 
         Raises:
-            InvalidWeights: a tensor does not hold floating-point numbers, a tensor that is left out
-                has another shape than the tensor to which it is tied, or other ranks would gather a
-                tensor that is left out.
+            InvalidWeights: there are no tensors, a tensor does not hold floating-point numbers, a
+                tensor that is left out has another shape than the tensor to which it is tied, or
+                other ranks would gather a tensor that is left out.
         """
-        given = [(name, tensor.dtype, tensor.shape) for name, tensor in named]
+        if not named:
+            raise InvalidWeights("the weights do not fit the model: no tensors are given")
+        unused = _second_names(named, wanted)
+        given = [(name, tensor.dtype, tensor.shape, name in unused) for name, tensor in named]
         if wanted is not self._wanted or given != self._given:
             known = {spec.name: spec for spec in wanted.tensors}
             found: dict[int, list[Part]] = {}
-            for index, (name, _, shape) in enumerate(given):
+            for index, (name, _, shape, _) in enumerate(given):
                 if name not in known and (parts := parts_of(name, shape, known)):
                     found[index] = parts
-            sent, specs = _specs(_apart(given, found), wanted)
+            sent, specs = _specs(_apart(given, found), wanted, unused)
             # Set after all checks, so that an error keeps the previous selection.
             self.total = total_bytes(specs)
             self._parts, self._sent, self.specs = found, sent, specs
@@ -187,6 +195,11 @@ class Manifest:
                 (at[name], at[twin])
                 for name, twin in wanted.tied.items()
                 if name in at and twin in at
+            ]
+            self._alone = [
+                (at[name], twin)
+                for name, twin in wanted.tied.items()
+                if name in at and name not in known and twin not in at
             ]
             self._wanted, self._given = wanted, given
         spread = self.spread(named)
@@ -241,45 +254,65 @@ class Manifest:
             if not _equal(named[one][1], named[other][1])
         ]
 
+    def alone(self, named: Named) -> list[tuple[str, str, torch.Tensor]]:
+        """Return the tensors of the last ``take`` that are left out without their tied tensor.
+
+        Returns:
+            For each: its name, the name of the tensor to which the engine ties it, and the tensor.
+        """
+        return [(named[index][0], twin, named[index][1]) for index, twin in self._alone]
+
+
+def _second_names(named: Named, wanted: ModelDescription) -> set[str]:
+    """Return names that the model does not know, of tensors that are given under a known name."""
+    if len({id(tensor) for _, tensor in named}) == len(named):
+        return set()
+    known = {spec.name for spec in wanted.tensors}
+    sent = {id(tensor) for name, tensor in named if name in known}
+    return {name for name, tensor in named if name not in known and id(tensor) in sent}
+
 
 def _apart(given: list[Any], parts: Mapping[int, list[Part]]) -> list[Any]:
     """Return (name, dtype, shape) of the tensors that ``Manifest.spread`` returns."""
     found = []
-    for index, (name, dtype, shape) in enumerate(given):
+    for index, (name, dtype, shape, *_) in enumerate(given):
         for part in parts.get(index, [Part(name)]):
             of_one = part.expert is not None
             found.append((part.name, dtype, (part.rows, *shape[2:]) if of_one else shape))
     return found
 
 
-def check_ties(manifest: Manifest, named: Named) -> None:
-    """Raise ``InvalidWeights`` if a tensor that is left out differs from its tied tensor."""
-    for name, twin in manifest.untied(named):
-        raise InvalidWeights(
-            f"{name} differs from {twin}, and the engine has one tensor for both (its model ties "
-            "them: tie_word_embeddings)"
-        )
-
-
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if hasattr(one, "full_tensor") or hasattr(other, "full_tensor"):
+    if any(tensor.device_mesh.size() > 1 for tensor in (one, other) if _is_sharded(tensor)):
         # Reading the full value is a collective of the mesh, which the other ranks do not expect.
+        # ``_check_left_out`` has found that the two are one tensor.
         return True
+    one, other = whole(one), whole(other)
     if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
         return True
     with torch.no_grad():
         return bool(torch.equal(one.to(other.device, other.dtype), other))
 
 
-def _specs(given: list[Any], wanted: ModelDescription) -> tuple[list[int], list[TensorSpec]]:
-    """Return the indices of the tensors that are sent, and their specs."""
+def _is_sharded(tensor: Any) -> bool:
+    return getattr(tensor, "device_mesh", None) is not None
+
+
+def _specs(
+    given: list[Any], wanted: ModelDescription, unused: Collection[str] = ()
+) -> tuple[list[int], list[TensorSpec]]:
+    """Return the indices of the tensors that are sent, and their specs.
+
+    Args:
+        unused: names that are left out.
+    """
     dtypes = {spec.name: spec.dtype for spec in wanted.tensors}
     shapes = {spec.name: spec.shape for spec in wanted.tensors}
     skip = set(wanted.ignored)
     sent: list[int] = []
     specs: list[TensorSpec] = []
     for index, (name, dtype, shape) in enumerate(given):
-        if is_computed(name) and name not in dtypes:
+        if name in unused or (is_computed(name) and name not in dtypes):
             continue
         left_out = name in skip and name not in dtypes
         twin = wanted.tied.get(name)
@@ -312,7 +345,8 @@ def check_metadata(
         if name not in known
     }
     _, specs = _specs(_apart(tensors, parts), wanted)
-    check_manifest(wanted, specs, partial=True)
+    if specs or not given:
+        check_manifest(wanted, specs, partial=True)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,9 +10,9 @@ from typing import Final
 
 import msgspec
 
-from ..core.manifest import check_manifest
+from ..core.manifest import ManifestCheck
 from ..errors import SglrlError, WeightUpdateError, WorkerLost
-from ..wire.weights import ModelDescription, TensorSpec
+from ..wire.weights import ModelDescription
 from .catch_up import CatchUp
 from .deadline import Deadline, turn
 from .kept import Kept
@@ -68,8 +68,7 @@ class Updates:
         copies = PeerCopies(ranks, questions)
         self._catch_up = CatchUp(copies, kept, host, self._read_files)
         self._description: ModelDescription | None = None
-        self._fitting: tuple[Sequence[TensorSpec], bool] | None = None
-        """The last manifest that was checked, and whether a partial manifest was allowed."""
+        self._fits = ManifestCheck()
 
     async def describe(self, deadline: Deadline) -> ModelDescription:
         """Return the tensors of the model. They never change, so engines are asked only once."""
@@ -173,7 +172,7 @@ class Updates:
                 request = msgspec.structs.replace(request, partial=False)
             if request.partial:
                 ranks = await self._with_version(ranks, deadline)
-            self._check_fit(wanted, request)
+            self._fits.check(wanted, request.specs, partial=request.partial)
             if source is not None:
                 check_settings(source.settings, ranks)
             load()
@@ -226,18 +225,6 @@ class Updates:
                 if error is not None:
                     raise error
         return (time.perf_counter() - begun) * 1e3
-
-    def _check_fit(self, wanted: ModelDescription, request: UpdateRequest) -> None:
-        """Check the manifest of a request, unless it is the manifest of the last check.
-
-        A sender passes the same list object while its manifest does not change.
-        """
-        if self._fitting is not None:
-            specs, partial = self._fitting
-            if specs is request.specs and partial == request.partial:
-                return
-        check_manifest(wanted, request.specs, partial=request.partial)
-        self._fitting = (request.specs, request.partial)
 
     def _new_run(
         self,

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import weakref
-from typing import TYPE_CHECKING, Any
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final
 
 from ..config import check_timeout
 from ..core.manifest import check_manifest
-from ..core.weight_update import Member
-from ..errors import InvalidAdapter, UsageError
+from ..errors import InvalidAdapter, InvalidWeights, UsageError
 from ..wire.weights import ModelDescription, Shard, TensorSpec
 from .deadline import Deadline
 from .port import WeightsPort
 
 if TYPE_CHECKING:
-    from .tensor_source import Named, Taken
+    from .tensor_source import Manifest, Named, Taken
 
 _SHOWN = 4
+TIED: Final = "and the engine has one tensor for both (its model ties them: tie_word_embeddings)"
+Ask = Callable[[list[str], float | None], Awaitable[Mapping[Any, list[Shard]]]]
+"""Returns checksums of live tensors by rank, as ``WeightsPort.checksums`` does."""
 
 
 async def differing_tensors(live: WeightsPort, weights: Any, timeout: float) -> list[str]:
@@ -30,13 +33,65 @@ async def differing_tensors(live: WeightsPort, weights: Any, timeout: float) -> 
     manifest = Manifest()
     tensors = manifest.take(named, wanted)
     specs = manifest.specs
-    check_manifest(wanted, specs, partial=True)
+    if specs:
+        check_manifest(wanted, specs, partial=True)
     untied = {name for name, _ in manifest.untied(named)}
-    found = await live.checksums([spec.name for spec in specs], deadline.left)
-    differing = await asyncio.get_running_loop().run_in_executor(
-        None, _differing, tensors, specs, found
-    )
+    untied |= await _differing_alone(manifest.alone(named), live.checksums, wanted, deadline)
+    differing: set[str] = set()
+    if specs:
+        found = await live.checksums([spec.name for spec in specs], deadline.left)
+        differing = await asyncio.get_running_loop().run_in_executor(
+            None, _differing, tensors, specs, [*found.values()]
+        )
     return [name for name, _ in manifest.spread(named) if name in untied or name in differing]
+
+
+async def check_ties(
+    manifest: Manifest, given: Taken, ask: Ask, wanted: ModelDescription, deadline: Deadline
+) -> None:
+    """Check that tensors that the engine ties to other tensors have the values of these.
+
+    If the other tensor is not given, its live values count.
+
+    Args:
+        manifest: it has taken ``given``.
+
+    Raises:
+        InvalidWeights: the values differ.
+    """
+    for name, twin in manifest.untied(given.named):
+        raise InvalidWeights(f"{name} differs from {twin}, {TIED}")
+    if alone := manifest.alone(given.named):
+        await asyncio.to_thread(_wait, given)
+        for name in sorted(await _differing_alone(alone, ask, wanted, deadline)):
+            twin = wanted.tied[name]
+            raise InvalidWeights(
+                f"{name} differs from the engine's {twin}, {TIED}; send new values of {twin} in "
+                "the same update or before"
+            )
+
+
+def _wait(given: Taken) -> None:
+    for event in given.ready:
+        event.synchronize()
+
+
+async def _differing_alone(
+    alone: list[tuple[str, str, Any]], ask: Ask, wanted: ModelDescription, deadline: Deadline
+) -> set[str]:
+    """Return the names of left-out tensors that differ from the live tensors they are tied to."""
+    if not alone:
+        return set()
+    dtypes = {spec.name: spec.dtype for spec in wanted.tensors}
+    found = await ask([twin for _, twin, _ in alone], deadline.left)
+    differing = await asyncio.get_running_loop().run_in_executor(
+        None,
+        _differing,
+        [(twin, tensor) for _, twin, tensor in alone],
+        [TensorSpec(twin, dtypes[twin], tuple(tensor.shape)) for _, twin, tensor in alone],
+        [*found.values()],
+    )
+    return {name for name, twin, _ in alone if twin in differing}
 
 
 class BaseCheck:
@@ -95,6 +150,8 @@ class BaseCheck:
         """Return the names of the tensors that differ; None if the weights are asleep."""
         from .tensor_source import Manifest
 
+        if not named:
+            return []
         manifest = Manifest()
         tensors = manifest.take(named, wanted)
         known = {spec.name: spec for spec in wanted.tensors}
@@ -111,10 +168,13 @@ class BaseCheck:
             live = await self._live.checksums([spec.name for _, spec in rows], deadline.left)
         except UsageError:
             return None
-        for event in base.ready:
-            event.synchronize()
+        await asyncio.to_thread(_wait, base)
         differing = await asyncio.get_running_loop().run_in_executor(
-            None, _differing, [pair for pair, _ in rows], [spec for _, spec in rows], live
+            None,
+            _differing,
+            [pair for pair, _ in rows],
+            [spec for _, spec in rows],
+            [*live.values()],
         )
         return sorted(differing)
 
@@ -135,14 +195,14 @@ def _keeps(tensor: Any, dtype: str) -> bool:
     return kept
 
 
-def _differing(tensors: Any, specs: list[TensorSpec], found: dict[Member, list[Shard]]) -> set[str]:
+def _differing(tensors: Any, specs: list[TensorSpec], found: list[list[Shard]]) -> set[str]:
     import torch
 
     from .checksum import checksum, piece
     from .tensor_source import whole
 
     by_name: dict[str, list[Shard]] = {}
-    for pieces in found.values():
+    for pieces in found:
         for one in pieces:
             by_name.setdefault(one.name, []).append(one)
     differing = set()

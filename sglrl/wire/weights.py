@@ -193,6 +193,14 @@ class RestoreWeights(msgspec.Struct, array_like=True, frozen=True, tag=34):
     timeout: float
 
 
+class LiveChecksums(msgspec.Struct, array_like=True, frozen=True, tag=35):
+    """The answer to ``AskChecksums`` ``id``: the shards of all ranks."""
+
+    id: int
+    shards: list[Shard] = []
+    error: ErrorBody | None = None
+
+
 ToRank = (
     Describe
     | Join
@@ -209,6 +217,7 @@ ToRank = (
     | Rejoin
     | KeepWeights
     | RestoreWeights
+    | LiveChecksums
 )
 
 
@@ -267,7 +276,18 @@ class SenderClosed(msgspec.Struct, array_like=True, frozen=True, tag=44):
     """A sender in another process is closed."""
 
 
-FromRank = RankHello | RankAnswer | Propose | Withdraw | SenderClosed
+class AskChecksums(msgspec.Struct, array_like=True, frozen=True, tag=45):
+    """A sender in another process asks for checksums of live tensors.
+
+    timeout: seconds that the driver may wait for a running update.
+    """
+
+    id: int
+    names: list[str]
+    timeout: float
+
+
+FromRank = RankHello | RankAnswer | Propose | Withdraw | SenderClosed | AskChecksums
 
 
 def rank_identity(worker: bytes, rank: int) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from math import prod
 
 import pytest
@@ -294,3 +295,29 @@ def test_differences_from_either_side(ours: dict[str, str], theirs: dict[str, st
     names = {name for name in "abcd" if ours.get(name, "") != theirs.get(name, "")}
     assert [line.split()[0] for line in found] == sorted(names)
     assert len(differences(theirs, ours)) == len(found)
+
+
+@pytest.mark.parametrize(
+    ("change", "hint"),
+    [
+        (lambda name: f"module.{name}", "remove the prefix 'module' and its dot"),
+        (lambda name: f"module.model.{name}", "remove the prefix 'module.model' and its dot"),
+        (
+            lambda name: name.replace(".", "._fsdp_wrapped_module.", 1),
+            "remove '_fsdp_wrapped_module' and its dot",
+        ),
+        (lambda name: name.removeprefix("model."), "put 'model.' before the names"),
+        (lambda name: name.replace("weight", "base_layer.weight"), r"send one adapter .*lora=name"),
+        (lambda name: name.replace("weight", "lora_A.default.weight"), "merge_and_unload"),
+        (lambda name: "nonsense", ""),
+    ],
+)
+@pytest.mark.parametrize("partial", [False, True])
+def test_a_hint_for_unknown_names(change: Callable[[str], str], hint: str, partial: bool) -> None:
+    names = ["model.embed.weight", "model.layers.0.norm.weight", "model.layers.10.norm.weight"]
+    model = ModelDescription([TensorSpec(name, "float32", (4,)) for name in names], [])
+    given_ = [TensorSpec(change(name), "float32", (4,)) for name in names]
+    with pytest.raises(InvalidWeights, match="unknown: .*" + hint) as raised:
+        check_manifest(model, given_, partial=partial)
+    if not hint:
+        assert "names" not in str(raised.value)

@@ -40,6 +40,7 @@ from sglrl.wire.codec import (
 from sglrl.wire.engine import EngineInfo
 from sglrl.wire.weights import (
     Abort,
+    AskChecksums,
     CancelCopy,
     Checksums,
     Commit,
@@ -47,6 +48,7 @@ from sglrl.wire.weights import (
     FromRank,
     Join,
     KeepWeights,
+    LiveChecksums,
     PeerCopyOffer,
     Prepare,
     Propose,
@@ -60,6 +62,7 @@ from sglrl.wire.weights import (
     SenderAccepted,
     SenderClosed,
     SendPeerCopy,
+    Shard,
     Stage,
     TensorSpec,
     ToRank,
@@ -136,6 +139,8 @@ tensors = st.lists(
 )
 seconds = st.floats(0, 1e6)
 errors = st.builds(ErrorBody, texts, texts, texts)
+sizes = st.lists(ids, max_size=3).map(tuple)
+shards = st.builds(Shard, texts, ids, sizes, sizes, ids)
 to_rank = st.one_of(
     st.builds(Describe, ids),
     st.builds(
@@ -165,6 +170,7 @@ to_rank = st.one_of(
     st.builds(Commit, ids),
     st.builds(Abort, ids, st.booleans()),
     st.builds(Checksums, ids, st.lists(texts)),
+    st.builds(LiveChecksums, ids, st.lists(shards), st.none() | errors),
     st.builds(Proposed, ids, st.none() | errors, raws),
     st.builds(SenderAccepted, ids, tensors, st.lists(texts)),
     st.builds(SendPeerCopy, ids, seconds),
@@ -197,6 +203,7 @@ from_rank = st.one_of(
     ),
     st.builds(Withdraw, ids),
     st.builds(SenderClosed),
+    st.builds(AskChecksums, ids, st.lists(texts), seconds),
 )
 
 heartbeats = st.builds(Heartbeat, ids, texts)
@@ -262,8 +269,16 @@ def test_the_strategies_make_every_message() -> None:
         Rejoin,
         KeepWeights,
         RestoreWeights,
+        LiveChecksums,
     }
-    assert set(get_args(FromRank)) == {RankHello, RankAnswer, Propose, Withdraw, SenderClosed}
+    assert set(get_args(FromRank)) == {
+        RankHello,
+        RankAnswer,
+        Propose,
+        Withdraw,
+        SenderClosed,
+        AskChecksums,
+    }
 
 
 def test_no_tag_is_used_twice() -> None:

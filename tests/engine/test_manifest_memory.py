@@ -154,6 +154,56 @@ def test_what_torch_wraps_around_a_module(made: Callable[[], torch.nn.Module]) -
     assert [name for name, _ in named_tensors(module)] == names
 
 
+class Engine(torch.nn.Module):
+    """A wrapper as that of DeepSpeed: it has one child."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+def test_wrappers_with_one_child() -> None:
+    names = ["0.weight", "0.bias", "1.weight", "1.bias", "1.kept"]
+    for module in (
+        torch.nn.DataParallel(wrapped_inside(lambda m: m)),
+        Engine(wrapped_inside(lambda m: m)),
+        Engine(Engine(wrapped_inside(checkpoint_wrapper))),
+    ):
+        assert [name for name, _ in named_tensors(module)] == names
+    # These parts are the model's own.
+    model = Engine(torch.nn.Linear(2, 2))
+    model.other = torch.nn.Linear(2, 2)
+    assert next(name for name, _ in named_tensors(model)) == "module.weight"
+
+
+def tied_module() -> torch.nn.Module:
+    module = torch.nn.ModuleDict({"embed": torch.nn.Embedding(4, 2), "head": torch.nn.Linear(2, 4)})
+    module["head"].weight = module["embed"].weight
+    return module
+
+
+def test_the_names_of_tied_parameters() -> None:
+    """An engine with two tensors gets both, and an engine with one gets one."""
+    named = named_tensors(tied_module())
+    specs = {name: TensorSpec(name, "float32", tuple(t.shape)) for name, t in named}
+    assert [*specs] == ["embed.weight", "head.weight", "head.bias"]
+    manifest = Manifest()
+    for known, ignored, tied in (
+        ([*specs], [], {}),
+        (["embed.weight", "head.bias"], ["head.weight"], {"head.weight": "embed.weight"}),
+        (["embed.weight", "head.bias"], [], {}),
+        (["head.weight", "head.bias"], [], {}),
+    ):
+        wanted = ModelDescription([specs[name] for name in known], ignored, tied)
+        assert [name for name, _ in manifest.take(named, wanted)] == known
+        assert manifest.specs == wanted.tensors
+        assert manifest.untied(named) == []
+    # Without its twin, an unknown name is an error of the check that follows.
+    alone = [pair for pair in named if pair[0] != "head.weight"]
+    manifest.take(alone, ModelDescription([specs["head.weight"]], [], {}))
+    assert [spec.name for spec in manifest.specs] == ["embed.weight", "head.bias"]
+
+
 class Sharded(torch.Tensor):
     """A tensor that is sharded over a trainer's ranks: all ranks must join each gathering."""
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import copy
 import threading
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -252,6 +253,20 @@ async def test_a_part_of_the_weights(lab: Lab) -> None:
     differing = await lab.client.verify_weights(lab.policies[0].model)
     assert sorted(differing) == sorted(names)
     await lab.update(0)
+    await lab.check(PROMPTS[:1])
+
+
+async def test_a_tied_module_for_an_engine_that_keeps_both_tensors(lab: Lab) -> None:
+    """The engine gets the tensor under both names, also in a part."""
+    await lab.update(0)
+    module = copy.deepcopy(lab.policies[1].model)
+    module.lm_head.weight = module.model.embed_tokens.weight
+    for partial in (False, True):
+        await lab.client.update_weights(module, partial=partial)
+        assert await lab.client.verify_weights(dict(module.state_dict())) == []
+        await lab.update(0)
+    with pytest.raises(sglrl.InvalidWeights, match="missing: lm_head"):
+        await lab.client.update_weights(without(dict(module.state_dict()), "lm_head.weight"))
     await lab.check(PROMPTS[:1])
 
 

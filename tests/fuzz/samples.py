@@ -41,6 +41,7 @@ from sglrl.wire.engine import (
 from sglrl.wire.remote import BytesRead, FromClient, Hello, Leave, Request, Requests
 from sglrl.wire.weights import (
     Abort,
+    AskChecksums,
     CancelCopy,
     Checksums,
     Commit,
@@ -49,6 +50,7 @@ from sglrl.wire.weights import (
     FromRank,
     Join,
     KeepWeights,
+    LiveChecksums,
     ModelDescription,
     PeerCopyOffer,
     Prepare,
@@ -191,6 +193,7 @@ def from_rank() -> list[list[bytes]]:
         (Propose(2, SPECS[:1], 9, "drain", "full", True, 1, 0.5, False, 9.0, 0.25), []),
         (Withdraw(1), []),
         (SenderClosed(), []),
+        (AskChecksums(3, ["w"], 1.0), []),
     ]
     return _encoded(messages, FromRank)
 
@@ -309,6 +312,8 @@ def to_rank() -> list[list[bytes]]:
         (Rejoin(7), []),
         (KeepWeights(11, 1), []),
         (RestoreWeights(12, 1, 1.0), []),
+        (LiveChecksums(13, [Shard("w", 0, (4,), (1,), 99)]), []),
+        (LiveChecksums(14, error=ERROR), []),
     ]
     return _encoded(messages, ToRank)
 

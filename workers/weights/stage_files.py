@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -26,23 +27,16 @@ class FilesStage:
         self._stream = stream
 
     def read(self, link: Link, update: Update) -> None:
-        from safetensors import safe_open
-
         if update.mode != "full":
             raise InvalidWeights("weights from files need room for all of them")
         views: list[ToCheck] = []
         wanted = {spec.name: index for index, spec in enumerate(update.message.tensors)}
         for path in weight_files(Path(update.message.source)):
-            with safe_open(path, framework="pt", device="cpu") as file:
-                for name in file.keys():  # noqa: SIM118
-                    index = wanted.pop(name, None)
-                    if index is None:
-                        continue
-                    view = _view(update, name, index)
-                    tensor = file.get_tensor(name)
-                    with self._current.writing(link, update.id):
-                        view.copy_(tensor)
-                    views.append((name, view, view.dtype))
+            for name, tensor in _tensors(path, wanted):
+                view = _view(update, name, wanted.pop(name))
+                with self._current.writing(link, update.id):
+                    view.copy_(tensor)
+                views.append((name, view, view.dtype))
         if wanted:
             raise WeightUpdateError(f"the files no longer hold {', '.join(sorted(wanted)[:8])}")
         if update.message.check_finite:
@@ -51,6 +45,23 @@ class FilesStage:
             check.finish()
         update.bind(self._engine.bind)
         self._stream.synchronize()
+
+
+def _tensors(path: Path, wanted: Mapping[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the wanted tensors of a file.
+
+    Raises:
+        WeightUpdateError: the file cannot be read.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            for name in file.keys():  # noqa: SIM118
+                if name in wanted:
+                    yield name, file.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise WeightUpdateError(f"{path} cannot be read: {error}") from None
 
 
 def _view(update: Update, name: str, index: int) -> torch.Tensor:

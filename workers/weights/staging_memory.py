@@ -80,7 +80,7 @@ def choose(wanted: str, layout: Layout, room: int, *, must_fit: bool) -> tuple[s
     Raises:
         InvalidWeights: there is no room for the mode that was requested.
     """
-    if wanted in ("auto", "full") and layout.total <= room:
+    if not layout.sizes or (wanted in ("auto", "full") and layout.total <= room):
         return "full", layout.sizes
     ring = ring_sizes(layout, room)
     if wanted != "full" and (sum(ring) <= room or not must_fit):
