@@ -7,6 +7,7 @@ import faulthandler
 import os
 import signal
 import sys
+from functools import partial
 
 import msgspec
 
@@ -83,7 +84,11 @@ def _run(spec: WorkerSpec) -> None:
         case EngineSpec(engine="fake"):
             from .engine.fake import FakeEngine
             from .engine.loop import run_engine
+            from .weights.late_channel import LateRankWeights
 
-            run_engine(spec, spec.body, FakeEngine(spec.body))
+            engine = FakeEngine(spec.body)
+            channel = LateRankWeights(spec, partial(engine.make_weights, spec))
+            run_engine(spec, spec.body, engine)
+            channel.close()
         case EngineSpec(engine=other):
             raise ValueError(f"unknown engine {other!r}")

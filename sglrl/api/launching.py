@@ -158,7 +158,8 @@ def launch(
             ``update_weights`` returns after the copy is complete. "host": one worker on each host
             copies its weights. None: no host. A copy needs as much memory as the model has; where
             there is too little, a warning says so.
-        engine: "sglang", or "fake": a deterministic engine without torch, for tests.
+        engine: "sglang", or "fake": a deterministic engine without torch, for tests. It repeats the
+            prompt. Weight updates need torch and change only the version.
         accelerations: sglrl's faster replacements for parts of SGLang. True: all that fit; False:
             none; or a list of names from ``sglrl doctor``. An acceleration stays off if it does not
             fit the installed SGLang. With deterministic inference or ``rl_on_policy_target``, an
@@ -264,10 +265,9 @@ def launch(
         _check_device(device)
         if device == "cuda" or gpus is not None or tp_size > 1:
             raise UsageError("engine='fake' has no use for GPUs: no device='cuda', gpus=, tp_size=")
-        if accelerations is not True or allow_unknown_sglang or keep_weights == "host":
+        if accelerations is not True or allow_unknown_sglang:
             raise UsageError(
-                "engine='fake' is not SGLang: no accelerations=, allow_unknown_sglang=, "
-                "keep_weights='host'"
+                "engine='fake' is not SGLang: no accelerations=, allow_unknown_sglang="
             )
         groups = [None] * replicas
         engine_args.setdefault("vocab_size", 1 << 17)

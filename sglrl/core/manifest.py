@@ -63,7 +63,21 @@ def merged(descriptions: Sequence[ModelDescription]) -> ModelDescription:
     taken = {spec.name: spec for one in descriptions for spec in one.tensors}
     ignored = {name for one in descriptions for name in one.ignored} - taken.keys()
     tied = {name: twin for one in descriptions for name, twin in one.tied.items()}
-    return ModelDescription([*taken.values()], sorted(ignored), tied)
+    is_open = all(one.open for one in descriptions)
+    return ModelDescription([*taken.values()], sorted(ignored), tied, is_open)
+
+
+def is_whole(wanted: ModelDescription, given: Sequence[TensorSpec]) -> bool:
+    """Return whether the given tensors are all tensors of the model, as far as this is known."""
+    return not wanted.open and {spec.name for spec in wanted.tensors} <= {s.name for s in given}
+
+
+def known_after(wanted: ModelDescription, given: Sequence[TensorSpec]) -> ModelDescription:
+    """Return the description after an update of all tensors.
+
+    It does not change, unless the model was ``open``. Then these are its tensors.
+    """
+    return ModelDescription([*given], []) if wanted.open else wanted
 
 
 def check_manifest(
@@ -78,7 +92,7 @@ def check_manifest(
         InvalidWeights: the tensors do not fit. The message lists all problems. If many tensors have
             a problem, it names the first ones.
     """
-    known = {spec.name: spec for spec in wanted.tensors}
+    known = {spec.name: spec for spec in (given if wanted.open else wanted.tensors)}
     wrong: list[str] = []
     seen: set[str] = set()
     unknown = []

@@ -150,7 +150,7 @@ class Supervisor(DriverListener):
         self.workers[index] = worker
         self.monitor.watch(index, identity)
         for rank, body in enumerate(birth.bodies):
-            if isinstance(body, EngineSpec) and body.engine == "sglang":
+            if isinstance(body, EngineSpec):
                 self._weights.add_rank(index, rank, rank_identity(identity, rank))
         self._processes.fork(worker, requests)
         return worker

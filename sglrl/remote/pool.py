@@ -75,7 +75,7 @@ class RemoteWeights:
                 listener()
 
     async def describe(self, timeout: float | None) -> ModelDescription:
-        if self._description is None:
+        if self._description is None or self._description.open:
             self._description = await self._ask("describe", timeout, timeout=a_bit_more(timeout))
         return self._description
 

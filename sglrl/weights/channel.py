@@ -135,7 +135,7 @@ class WeightChannel(DriverListener):
     # --- questions --------------------------------------------------------------------------------
 
     async def describe(self, timeout: float | None) -> ModelDescription:
-        """Return the tensors of the model. They never change, so engines are asked only once."""
+        """Return the tensors of the model. Engines are asked once; see ``known_after``."""
         return await self._updates.describe(_deadline(timeout))
 
     async def checksums(self, names: list[str], timeout: float | None) -> dict[Member, list[Shard]]:

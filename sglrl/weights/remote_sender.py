@@ -193,7 +193,9 @@ class Sender:
             await sender.close()
             raise
         sender._version = welcome.version
-        sender._wanted = ModelDescription(welcome.tensors, welcome.ignored, welcome.tied)
+        sender._wanted = ModelDescription(
+            welcome.tensors, welcome.ignored, welcome.tied, welcome.open
+        )
         return sender
 
     async def __aenter__(self) -> Self:

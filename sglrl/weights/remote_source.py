@@ -107,6 +107,7 @@ class RemoteSource:
                 description.tensors,
                 description.ignored,
                 description.tied,
+                description.open,
             )
         )
 

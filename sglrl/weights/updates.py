@@ -10,7 +10,7 @@ from typing import Final
 
 import msgspec
 
-from ..core.manifest import ManifestCheck
+from ..core.manifest import ManifestCheck, is_whole, known_after
 from ..errors import SglrlError, WeightUpdateError, WorkerLost
 from ..wire.weights import ModelDescription
 from .catch_up import CatchUp
@@ -71,7 +71,7 @@ class Updates:
         self._fits = ManifestCheck()
 
     async def describe(self, deadline: Deadline) -> ModelDescription:
-        """Return the tensors of the model. They never change, so engines are asked only once."""
+        """Return the tensors of the model. Engines are asked once; see ``known_after``."""
         if self._description is None:
             self._description = await self._questions.describe(deadline)
         return self._description
@@ -165,9 +165,7 @@ class Updates:
             wanted = await self.describe(deadline)
             # The last await before the run starts, so no rank can be lost in between.
             ranks = await self._ranks.greeted(deadline)
-            if request.partial and {t.name for t in wanted.tensors} <= {
-                spec.name for spec in request.specs
-            }:
+            if request.partial and is_whole(wanted, request.specs):
                 # The update contains all tensors, although its caller set ``partial``.
                 request = msgspec.structs.replace(request, partial=False)
             if request.partial:
@@ -263,6 +261,8 @@ class Updates:
     def _record(self, run: UpdateRun) -> None:
         """Record a finished update: set the new versions and notify the listeners."""
         self._versions.current, self._versions.forgotten = run.version, False
+        if self._description is not None and not run.request.partial:
+            self._description = known_after(self._description, run.request.specs)
         for rank in run.left:
             # A lost rank may have a replacement, which does not have the new weights.
             if not rank.lost:

@@ -136,6 +136,7 @@ class SenderAccepted(msgspec.Struct, array_like=True, frozen=True, tag=28):
     tensors: list[TensorSpec]
     ignored: list[str]
     tied: dict[str, str] = {}
+    open: bool = False
 
 
 class PeerCopyOffer(msgspec.Struct, array_like=True, frozen=True):
@@ -301,11 +302,13 @@ class ModelDescription(msgspec.Struct, array_like=True, frozen=True):
     tensors: every tensor that the model loads, with the dtype in which it is kept.
     ignored: names that belong to the architecture and that the model does not keep.
     tied: the ignored names for which the model uses another tensor, and the name of that tensor.
+    open: the tensors are not known yet. The first update of all tensors determines them.
     """
 
     tensors: list[TensorSpec]
     ignored: list[str]
     tied: dict[str, str] = {}
+    open: bool = False
 
 
 class Prepared(msgspec.Struct, array_like=True, frozen=True):

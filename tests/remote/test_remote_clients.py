@@ -489,8 +489,7 @@ async def test_addresses(pool: sglrl.Client, tmp_path: Path) -> None:
             await remote.add_workers()
         with pytest.raises(sglrl.UsageError, match="that launched the pool"):
             await remote.remove_worker(0)
-        with pytest.raises(sglrl.UsageError, match="no weights"):
-            await remote.model_metadata()
+        assert await remote.model_metadata() == {}, "the fake engine had no update"
         # A client may pass on the address that it was given.
         async with sglrl.connect(remote.address) as third:
             assert (await third.generate(input_ids=IDS, max_new_tokens=1)).output_ids.tolist() == [

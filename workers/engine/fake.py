@@ -11,6 +11,10 @@ less at each later position. Value j of the hidden state of position i is ``i + 
 ``enable_return_routed_experts=True``, choice j of layer l at position p of prompt and output is
 expert (p + l + j) % e.
 
+Weights do not change the output, but they have versions. The first update of all tensors may have
+any names, shapes and dtypes. Later updates must have the same. The engine keeps only checksums of
+them (see ``fake_weights``). The first message of the weight channel imports torch.
+
 Engine arguments:
 
 * ``tokens_per_step`` (default: all at once): new tokens of each running request per step.
@@ -32,16 +36,18 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 
-from sglrl.errors import InvalidAdapter, InvalidRequest, UnknownAdapter
+from sglrl.core.hangs import PAUSED, WEIGHTS
+from sglrl.errors import InvalidRequest, UnknownAdapter
 from sglrl.inference.logit_processors import check_declared
 from sglrl.inference.routed_experts import NO_EXPERTS, check_begin
 from sglrl.wire.adapters import LoraCommit, LoraKeep, LoraPart, LoraPrepare
@@ -60,42 +66,28 @@ from sglrl.wire.engine import (
     TensorValue,
     TokenChunk,
 )
-from sglrl.wire.processes import EngineSpec
+from sglrl.wire.processes import EngineSpec, WorkerSpec
 
 from ..mailbox import Mailbox
+from .fake_adapters import FakeAdapters
+from .fake_request import Running
 from .protocol import check_given, check_mode, check_sleep, check_top
 from .token_rate import TokenRate
+
+if TYPE_CHECKING:
+    from ..weights.rank_channel import RankWeights
+    from ..weights.rank_socket import RankSocket
+    from .fake_weights import FakeWeights
 
 _SAMPLINGS = 1024
 
 
-class _Running(msgspec.Struct):
-    """One request.
+class _Order(NamedTuple):
+    """Work between two steps. See ``FakeEngine.order``."""
 
-    Attributes:
-        prompt: int32 token ids.
-        limit: the number of new tokens.
-        done: the number of new tokens so far.
-        sent: how many of them the engine has reported.
-        top: the number of likeliest tokens at each position.
-        mask: report the sampling mask.
-        given: token ids whose logprobs are wanted at each position.
-        hidden: report the hidden states.
-        routed: the first position without a row of routed experts; -1: they are not wanted.
-    """
-
-    prompt: bytes
-    limit: int
-    logprobs: bool
-    stream: bool
-    top: int
-    mask: bool
-    given: tuple[int, ...]
-    hidden: bool
-    routed: int
-    done: int = 0
-    sent: int = 0
-    lora: str = ""
+    work: Callable[[], None]
+    inflight: str
+    is_over: Callable[[], bool]
 
 
 class FakeEngine:
@@ -116,10 +108,7 @@ class FakeEngine:
         self.context_length = int(options.get("context_length", 32_768))
         self.hidden_size = int(options.get("hidden_size", 0))
         self.hang_file = Path(options["hang_file"]) if "hang_file" in options else None
-        self.max_lora_rank = int(options.get("max_lora_rank", 0))
-        self.lora_modules = tuple(options.get("lora_target_modules", ()))
-        self.max_loras = int(options.get("max_loaded_loras", 0))
-        self.fail_lora = Path(options["fail_lora"]) if "fail_lora" in options else None
+        self.loras = FakeAdapters(options)
         self.routed: RoutedShape | None = None
         if options.get("enable_return_routed_experts"):
             layers, k, experts = options.get("routed_experts", (2, 2, 8))
@@ -127,10 +116,17 @@ class FakeEngine:
             at = np.arange(self.context_length)[:, None, None]
             layer, choice = np.arange(layers)[:, None], np.arange(k)
             self.rows = ((at + layer + choice) % experts).astype(self.routed.dtype)
-        self.loras: dict[str, LoraCommit] = {}
-        self.prepared: set[int] = set()
-        """Serials of adapters that are not live: at most one."""
-        self.requests: dict[int, _Running] = {}
+        self.weights: FakeWeights | None = None
+        """None until the first message of the weight channel, because it needs torch."""
+        self.version = 0
+        self.empty = False
+        """The weights were not kept in sleep, and no update has brought new ones."""
+        self.orders: deque[_Order] = deque()
+        """Work between two steps, which other threads have asked for."""
+        self.held_back: dict[int, Running] | None = None
+        """Requests that wait until those before them have ended; None: no order waits for that."""
+        self.updating = False
+        self.requests: dict[int, Running] = {}
         self._paused = False
         self.asleep: tuple[str, ...] = ()
         self.later: dict[int, Callable[[], None]] = {}
@@ -150,7 +146,13 @@ class FakeEngine:
 
     @property
     def paused(self) -> bool:
-        return self._paused or bool(self.asleep)
+        return self._paused or self.empty or bool(self.asleep)
+
+    @property
+    def phase(self) -> str:
+        if self.updating:
+            return WEIGHTS
+        return PAUSED if self.paused else ""
 
     @property
     def busy(self) -> bool:
@@ -177,9 +179,10 @@ class FakeEngine:
             raise InvalidRequest(NO_EXPERTS)
         check_declared(sampling.logit_processor, ())
         check_begin(args)
-        self._check_lora(args.lora)
+        self.loras.check(args.lora)
         self.prompted += count
-        self.requests[id_] = _Running(
+        to = self.requests if self.held_back is None else self.held_back
+        to[id_] = Running(
             args.input_ids,
             sampling.max_new_tokens,
             args.logprobs,
@@ -199,7 +202,7 @@ class FakeEngine:
         if not 0 <= args.start < count:
             raise InvalidRequest(f"start={args.start} is not within the {count} tokens given")
         check_top(args.top_logprobs, self.vocab_size)
-        self._check_lora(args.lora)
+        self.loras.check(args.lora)
         count -= args.start
         top = args.top_logprobs
         falling = self.falling[:top] / np.float32(args.temperature)
@@ -209,61 +212,42 @@ class FakeEngine:
             "stop",
             top_ids=np.tile(np.arange(top, dtype="<i4"), count).tobytes(),
             top_logprobs=np.tile(falling, count).tobytes(),
-            lora_version=self._lora_version(args.lora),
+            lora_version=self.loras.version(args.lora),
         )
-        self._when_running(id_, partial(self.mailbox.put, id_, ItemKind.DONE, chunk))
+        self._when_running(id_, partial(self._answer, id_, chunk))
 
     def next_token_logprobs(self, id_: int, args: NextTokenArgs) -> None:
         if len(args.input_ids) < 4:
             raise InvalidRequest("there is no token given")
         check_top(args.top_k, self.vocab_size)
-        self._check_lora(args.lora)
+        self.loras.check(args.lora)
         last = int.from_bytes(args.input_ids[-4:], "little")
         if args.top_k:
             ids = (np.arange(args.top_k, dtype="<i4") + last) % self.vocab_size
             chunk = TokenChunk(
                 b"", top_ids=ids.tobytes(), top_logprobs=self.falling[: args.top_k].tobytes()
             )
-            self._when_running(id_, partial(self.mailbox.put, id_, ItemKind.DONE, chunk))
+            self._when_running(id_, partial(self._answer, id_, chunk))
         else:
             row = np.roll(self.falling, last).tobytes()
-            self._when_running(id_, partial(self.mailbox.put_row, id_, TokenChunk(b""), row))
+            self._when_running(id_, partial(self._answer, id_, TokenChunk(b""), row))
+
+    def _answer(self, id_: int, chunk: TokenChunk, row: bytes | None = None) -> None:
+        """Answer a request that needs no step, with the present version of the weights."""
+        chunk = msgspec.structs.replace(chunk, version=self.version)
+        if row is None:
+            self.mailbox.put(id_, ItemKind.DONE, chunk)
+        else:
+            self.mailbox.put_row(id_, chunk, row)
 
     def adapters(self, id_: int, args: LoraPart | LoraPrepare | LoraCommit | LoraKeep) -> None:
-        if not self.max_lora_rank:
-            raise InvalidRequest("the engine takes no adapters")
-        answer = None
-        match args:
-            case LoraPrepare():
-                if self.fail_lora is not None:
-                    # Of several workers, only the one that removes the file fails.
-                    with contextlib.suppress(FileNotFoundError):
-                        self.fail_lora.unlink()
-                        raise InvalidAdapter("the adapter does not fit this worker")
-                if self.prepared - {args.serial}:
-                    raise InvalidRequest(f"the adapters {self.prepared} were not given up")
-                self.prepared.add(args.serial)
-            case LoraCommit():
-                answer = 0.0
-                self.prepared.remove(args.serial)
-                self.loras[args.name] = args
-            case LoraKeep():
-                self.prepared.intersection_update(args.serials)
-                for name in [n for n, one in self.loras.items() if one.serial not in args.serials]:
-                    del self.loras[name]
-                    for request, running in [*self.requests.items()]:
-                        if running.lora == name:
-                            del self.requests[request]
-                            error = f"the adapter {name!r} was unloaded"
-                            self.mailbox.put_error(request, UnknownAdapter.__name__, error)
+        answer = self.loras.handle(args)
+        for request, running in [*self.requests.items()]:
+            if running.lora and running.lora not in self.loras.loaded:
+                del self.requests[request]
+                error = f"the adapter {running.lora!r} was unloaded"
+                self.mailbox.put_error(request, UnknownAdapter.__name__, error)
         self.mailbox.put_value(id_, answer)
-
-    def _check_lora(self, name: str) -> None:
-        if name and name not in self.loras:
-            raise UnknownAdapter(f"no adapter {name!r} is loaded")
-
-    def _lora_version(self, name: str) -> int:
-        return self.loras[name].version if name else 0
 
     def _when_running(self, id_: int, answer: Callable[[], None]) -> None:
         self.request_steps += 1
@@ -273,14 +257,80 @@ class FakeEngine:
             answer()
 
     def abort(self, id_: int) -> None:
-        if self.requests.pop(id_, None) or self.later.pop(id_, None):
+        held_back = self.held_back or {}
+        found = self.requests.pop(id_, None) or held_back.pop(id_, None)
+        if found or self.later.pop(id_, None):
             self.mailbox.put(id_, ItemKind.CANCELLED)
 
     def abort_all(self) -> int:
-        requests, self.requests = self.requests, {}
+        requests = {**self.requests, **(self.held_back or {})}
+        self.requests = {}
+        if self.held_back is not None:
+            self.held_back = {}
         for id_, request in requests.items():
             self._emit(id_, request, "abort")
         return len(requests)
+
+    # --- weights ----------------------------------------------------------------------------------
+
+    def make_weights(self, spec: WorkerSpec, socket: RankSocket) -> RankWeights:
+        """Return the weight channel. Called on the socket's thread."""
+        import torch
+
+        from ..weights.rank_channel import RankWeights
+        from .fake_weights import FakeWeights
+
+        torch.set_num_threads(1)
+        self.weights = FakeWeights(self)
+        self.weights.channel = RankWeights(spec, 0, self.weights, socket)
+        return self.weights.channel
+
+    def order(self, work: Callable[[], None], inflight: str, is_over: Callable[[], bool]) -> None:
+        """Do the work between two steps. Called on the threads of the weight channel.
+
+        Args:
+            inflight: what happens to running requests before.
+            is_over: returns whether the work is no longer wanted.
+        """
+        self.orders.append(_Order(work, inflight, is_over))
+        self.wake()
+
+    def wake(self) -> None:
+        """End the wait of an idle engine. Called on the threads of the weight channel."""
+        self.mailbox.wake()
+
+    def switch(self, version: int) -> None:
+        """Use a version of the weights from the next step on."""
+        self._report_all()
+        self.version = version
+        if self.empty:
+            self.empty = False
+            self._go_on()
+
+    def between_steps(self) -> None:
+        while self.orders:
+            order = self.orders[0]
+            if order.inflight == "drain" and self.requests and not order.is_over():
+                self.held_back = self.held_back or {}
+                return
+            self.orders.popleft()
+            if not order.is_over():
+                if order.inflight == "abort":
+                    self.abort_all()
+                self.updating = True
+                order.work()
+                self.updating = False
+            if self.held_back is not None:
+                self.requests |= self.held_back
+                self.held_back = None
+
+    def _report_all(self) -> None:
+        """Report all tokens so far, because later tokens have another version."""
+        for id_, request in self.requests.items():
+            if request.done > request.sent:
+                self._emit(id_, request, "")
+
+    # --- pausing ----------------------------------------------------------------------------------
 
     def pause(self, id_: int, mode: str) -> None:
         check_mode(mode)
@@ -298,10 +348,12 @@ class FakeEngine:
 
     def sleep(self, id_: int, args: SleepArgs) -> None:
         check_sleep(args)
-        if args.inflight == "drain" or not args.keep_weights:
-            raise InvalidRequest("engine='fake' neither drains nor forgets weights")
+        if args.inflight == "drain":
+            raise InvalidRequest("engine='fake' does not drain")
         if args.inflight == "abort":
             self.abort_all()
+        if "weights" in set(args.asleep) - set(self.asleep):
+            self.empty |= not args.keep_weights
         self.asleep = args.asleep
         self._go_on()
         self.mailbox.put_value(id_, None)
@@ -343,14 +395,15 @@ class FakeEngine:
                 while True:
                     time.sleep(3600.0)
 
-    def _emit(self, id_: int, request: _Running, finish: str) -> None:
+    def _emit(self, id_: int, request: Running, finish: str) -> None:
         prompt, begin, end = request.prompt, request.sent * 4, request.done * 4
         ids = (prompt * (end // len(prompt) + 1))[begin:end]
         chunk = TokenChunk(
             ids,
             self.table[begin:end] if request.logprobs else b"",
             finish,
-            lora_version=self._lora_version(request.lora),
+            version=self.version,
+            lora_version=self.loras.version(request.lora),
         )
         if top := request.top:
             count = request.done - request.sent
@@ -402,7 +455,7 @@ class FakeEngine:
         raise InvalidRequest("engine='fake' has no profiler")
 
     def get_weights(self, names: list[str]) -> list[TensorValue]:
-        raise InvalidRequest("engine='fake' has no weights")
+        raise InvalidRequest("engine='fake' keeps checksums of its weights, and no values")
 
     def stats(self) -> EngineStats:
         now = time.monotonic()
@@ -433,9 +486,9 @@ class FakeEngine:
             max_total_tokens=self.context_length,
             eos_token_ids=[],
             kv_cache_tokens=1 << 20,
-            max_lora_rank=self.max_lora_rank,
-            lora_target_modules=self.lora_modules,
-            max_loaded_loras=self.max_loras,
+            max_lora_rank=self.loras.max_rank,
+            lora_target_modules=self.loras.modules,
+            max_loaded_loras=self.loras.most,
             sleep_tags=SLEEP_TAGS,
             hidden_size=self.hidden_size,
             routed_experts=self.routed,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from typing import Protocol
 
-from sglrl.core.hangs import PAUSED
 from sglrl.wire.calls import Heartbeat, Load
 from sglrl.wire.processes import EngineSpec, WorkerSpec
 
@@ -39,6 +38,15 @@ class SteppingEngine(Engine, Protocol):
         """True if the engine has requests to compute and is not paused."""
         ...
 
+    @property
+    def phase(self) -> str:
+        """The phase for heartbeats: "", or one of ``core.hangs``."""
+        ...
+
+    def between_steps(self) -> None:
+        """Do what other threads have asked for. This may block during a weight update."""
+        ...
+
     def step(self) -> None:
         """Advance all running requests. This blocks for one step at most."""
         ...
@@ -48,11 +56,12 @@ def run_engine(spec: WorkerSpec, body: EngineSpec, engine: SteppingEngine) -> No
     """Serve until ``Shutdown``."""
     mailbox = engine.mailbox = Mailbox(spec)
     mailbox.starting("fake engine")
-    start_heartbeats(spec, lambda: Heartbeat(mailbox.progress, PAUSED if engine.paused else ""))
+    start_heartbeats(spec, lambda: Heartbeat(mailbox.progress, engine.phase))
     mailbox.ready(body.window, engine.info())
     steps = StepClock()
     while not mailbox.stopped:
         mailbox.receive(engine)
+        engine.between_steps()
         if engine.busy:
             begun = time.monotonic()
             engine.step()

@@ -2,6 +2,8 @@
 
 * ``rank_channel``: what the rank does at each message of the driver;
 * ``rank_socket``: the rank's socket and its thread;
+* ``late_channel``: a channel that imports torch when it is first used;
+* ``holds``: the engine makes no steps during an update;
 * ``current_update``: the update in progress, which an abort ends;
 * ``preparation``, ``staging_memory``, ``staging``: the checks and the memory of an update;
 * ``stage_full``, ``stage_spare``, ``stage_bucketed``, ``stage_files``: the ways to receive it;

@@ -63,9 +63,15 @@ from .weight_engine import WeightEngine
 
 
 class RankWeights:
-    """Serves one rank's weight channel until ``close``."""
+    """Serves one rank's weight channel until ``close``.
 
-    def __init__(self, spec: WorkerSpec, rank: int, engine: WeightEngine) -> None:
+    Args:
+        socket: calls ``handle`` and ``connection_broke``. None: this object makes and starts it.
+    """
+
+    def __init__(
+        self, spec: WorkerSpec, rank: int, engine: WeightEngine, socket: RankSocket | None = None
+    ) -> None:
         self._engine = engine
         self._device = engine.device
         self._stream = SideStream(engine.device)
@@ -90,14 +96,15 @@ class RankWeights:
         sys.setswitchinterval(5e-4)
         self._newest = 0
         """The id of the driver's last message."""
-        self._socket = RankSocket(
-            spec, rank, settings(engine.device), self._handle, self._connection_broke
+        self._socket = socket or RankSocket(
+            spec, rank, settings(engine.device), self.handle, self.connection_broke
         )
         host = _own_address(spec.address)
         self._peer_copy = PeerCopy(engine, host, self._stream.use, self._socket.answer)
         path = spec.body.kept_weights if isinstance(spec.body, EngineSpec) else ""
         self._kept = KeptWeights(engine, path, self._stream, self._socket.answer)
-        self._socket.start()
+        if socket is None:
+            self._socket.start()
 
     def close(self) -> None:
         """Stop serving. Does not wait for the thread."""
@@ -131,7 +138,8 @@ class RankWeights:
 
     # --- the socket's thread ----------------------------------------------------------------------
 
-    def _handle(self, message: Any) -> None:
+    def handle(self, message: Any) -> None:
+        """Handle a message of the driver."""
         self._newest = max(self._newest, getattr(message, "id", 0))
         match message:
             case Describe():
@@ -166,7 +174,7 @@ class RankWeights:
             case CancelCopy():
                 self._cancel_copies()
             case Rejoin():
-                self._socket.say_hello(dirty=self._connection_broke())
+                self._socket.say_hello(dirty=self.connection_broke())
 
     def _run(self, id_: int, phase: str, work: Callable[[], Any]) -> None:
         """Run a phase of an update on the link's thread, and answer with its result."""
@@ -196,7 +204,7 @@ class RankWeights:
         dirty = self._give_up(message.id, leave=message.leave)
         self._socket.answer(RankAnswer(message.id, ABORT, None, msgspec.Raw(encode(dirty))))
 
-    def _connection_broke(self) -> bool:
+    def connection_broke(self) -> bool:
         """Give up all work for the driver. Return whether live weights are partly new."""
         self._cancel_copies()
         return self._give_up(self._newest, leave=True)

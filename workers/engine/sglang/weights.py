@@ -10,8 +10,6 @@ places. Otherwise the weights are copied.
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +23,7 @@ from sglrl.weights.checksum import checksum
 from sglrl.wire.engine import TensorValue
 from sglrl.wire.weights import ModelDescription, Shard
 
-from ..loop import IDLE_WAIT
+from ...weights.holds import Holds
 from . import compat
 from .commands import WeightCommand
 from .inspection import live_weights
@@ -35,23 +33,8 @@ if TYPE_CHECKING:
     from ...weights.double_buffer import Pages
     from ...weights.rank_channel import RankWeights
 
-logger = logging.getLogger("sglrl.worker")
-
 _SMALL = 4 << 20
 """Bytes. Copies below this size share one kernel."""
-
-
-class _Hold:
-    """An engine that makes no steps during one update."""
-
-    def __init__(self, update: int) -> None:
-        self.update = update
-        self.held = threading.Event()
-        self.released = threading.Event()
-        self.version: int | None = None
-        self.staged: int | None = None
-        """The update whose staged weights become live when the hold ends."""
-        self.begun = 0.0
 
 
 class SglangWeights:
@@ -64,9 +47,7 @@ class SglangWeights:
         self._rank = rank
         self._plan: Plan | None = None
         self._ready: tuple[int, Any] | None = None
-        self._lock = threading.Lock()
-        self._current = _Hold(-1)
-        self._over = -1
+        self._holds = Holds()
         self._spare: Spare | None = None
         self._at_rest: Any = None
         """CUDA event of the last step's end, while no step is launched."""
@@ -198,44 +179,18 @@ class SglangWeights:
         self._command(WeightCommand(update, version, inflight, hold=False))
 
     def hold(self, update: int, inflight: str) -> None:
-        self._hold_of(update)
+        self._holds.of(update)
         self._command(WeightCommand(update, 0, inflight, hold=True))
 
     def held(self, update: int, timeout: float) -> bool:
-        with self._lock:
-            hold = self._current
-            if hold.update != update or update <= self._over:
-                return False
-        return hold.held.wait(timeout)
+        return self._holds.held(update, timeout)
 
     def release(self, update: int, version: int | None, *, staged: bool = False) -> float:
-        with self._lock:
-            self._over = max(self._over, update)
-            hold = self._current
-            if hold.update > update or hold.released.is_set():
-                # The current hold belongs to a later update, or is already released.
-                return 0.0
-            hold.version = version
-            hold.staged = update if staged else None
-            hold.released.set()
-        return (time.perf_counter() - hold.begun) * 1e3 if hold.held.is_set() else 0.0
+        return self._holds.release(update, version, staged=staged)
 
     def given_up(self, command: WeightCommand) -> bool:
         """Return whether the update that asked for this hold is already over."""
-        return command.hold and command.update <= self._over
-
-    def _hold_of(self, update: int) -> _Hold | None:
-        """Return the hold of an update, or None when the update is over.
-
-        Another rank of the replica may be ahead. The scheduler's thread may then receive the
-        command to hold before this rank's channel does.
-        """
-        with self._lock:
-            if update <= self._over:
-                return None
-            if self._current.update < update:
-                self._current = _Hold(update)
-            return self._current
+        return command.hold and self._holds.is_over(command.update)
 
     def _command(self, command: WeightCommand) -> None:
         adapter = self._scheduler.sglrl_adapter
@@ -356,16 +311,11 @@ class SglangWeights:
         self.pages.make_live()
 
     def _hold(self, command: WeightCommand) -> None:
-        hold = self._hold_of(command.update)
+        hold = self._holds.of(command.update)
         if hold is None:
             return
         self._synchronize()
-        hold.begun = time.perf_counter()
-        hold.held.set()
-        while not hold.released.wait(IDLE_WAIT):
-            logger.warning(
-                "held for a weight update since %.0f s", time.perf_counter() - hold.begun
-            )
+        hold.wait()
         if hold.version is None:
             return
         if hold.staged is not None:
