@@ -81,7 +81,7 @@ class Endpoints:
         self.running = RunningTurns(self._metrics)
         self._access = Access(registry, settings, self._metrics)
         self._weights = TrainedWeights(client, settings)
-        self._spec = SessionSpec(client, promptless=True)
+        self._spec = SessionSpec(client)
         """Settings of turns that belong to no session."""
         route = self._access.route
         api = [

@@ -80,9 +80,7 @@ class Registry:
         """
         if len(self._by_id) >= self._most:
             raise UsageError(f"{self._most} sessions are open; end some, or raise max_sessions")
-        spec = SessionSpec(
-            self._client, promptless=True, metadata=metadata, reward_weights=reward_weights
-        )
+        spec = SessionSpec(self._client, metadata=metadata, reward_weights=reward_weights)
         return self.add(Session(spec))
 
     def add(self, session: Session) -> OpenSession:

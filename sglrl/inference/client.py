@@ -450,7 +450,7 @@ class Client(
     ) -> Session:
         """Return a conversation of several turns: ``async with client.session(...) as s``.
 
-        Give exactly one of ``prompt``, ``input_ids`` and ``messages``, as for ``generate``.
+        Give one of ``prompt``, ``input_ids`` and ``messages``, or none and ``observe`` the prompt.
 
         Args:
             tools, template, chat_template_kwargs, continue_final_message: as for ``generate``.

@@ -275,7 +275,7 @@ class AgentProcesses(DriverListener):
         if config.open_session is session_arguments and type(group.item) in (dict, str, list):
             return None
         if group not in self._arguments:
-            found = config.arguments_of(group.item)
+            found = config.open_session(group.item)
             SessionSpec.of(self._client, found, config.values, config.sampling)
             self._arguments[group] = sampling_to(found)
         return self._arguments[group]

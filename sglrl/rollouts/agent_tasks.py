@@ -115,7 +115,7 @@ class AgentTasks:
         spec = self._specs.get(group)
         if spec is None:
             config = self._config
-            found = config.arguments_of(group.item)
+            found = config.open_session(group.item)
             spec = SessionSpec.of(self._client, found, config.values, config.sampling)
             self._specs[group] = spec
         session = session_of_sample(

@@ -98,13 +98,6 @@ class RolloutConfig:
         if self.seed is not None:
             object.__setattr__(self, "values", {**self.values, "seed": self.seed})
 
-    def arguments_of(self, item: Any) -> Mapping[str, Any]:
-        """Return the arguments of the session of an item."""
-        found = self.open_session(item)
-        if self.gateway and not any(name in found for name in ("prompt", "messages", "input_ids")):
-            return {**found, "promptless": True}
-        return found
-
     @property
     def sampling_values(self) -> dict[str, Any]:
         """The sampling parameters in ``values``. The others are arguments of ``Client.session``."""

@@ -39,6 +39,14 @@ class Place(NamedTuple):
     begins: bool
     conversation: Conversation
 
+    def takes_messages(self, promptless: bool) -> bool:
+        """Return whether messages may follow here.
+
+        Args:
+            promptless: the session has no prompt, so its first observation is one.
+        """
+        return self.dialogue.messages is not None or (promptless and not self.tokens)
+
 
 def beginning(dialogue: Dialogue) -> Place:
     """Return the place before the first turn of a conversation."""

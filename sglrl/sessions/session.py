@@ -27,8 +27,9 @@ from ..inference.threads import in_thread
 from ..inference.tokens import TokenIds
 from ..inference.tool_choice import ToolChoice
 from .gate import Gate
-from .history import History, beginning
+from .history import History, Place, beginning
 from .observations import Dialogue, Observation, as_observation, encode_observations, parsed
+from .opening import check_messages_first, opened
 from .rewards import RewardValue
 from .session_spec import SessionSpec
 from .shared import Shared
@@ -219,12 +220,12 @@ class Session:
     ) -> Completion:
         """Sample a turn, and keep it."""
         self._taken = len(self._pending)
-        place = self._place
+        place, observed = self._place, self._pending[: self._taken]
+        if place.begins:
+            place, observed = await opened(
+                self._spec, self._history, place, self._beginning, observed
+            )
         dialogue, before = place.dialogue, place.tokens
-        if not before:
-            before = await self._spec.ids(self._beginning)
-            dialogue = dialogue._replace(answer_at=len(before))
-        observed = self._pending[: self._taken]
         observed_ids = [item for item in observed if isinstance(item, bytes)]
         if len(observed_ids) == len(observed):
             ids = b"".join([before, *observed_ids])
@@ -239,7 +240,7 @@ class Session:
         if prepared.params.return_routed_experts and ids.startswith(place.tokens):
             begin = max(self._spec.routed_from, self._history.routed(place))
         completion = await self._sampler.sample(ids, prepared, top_logprobs, on_chunk, begin)
-        await self._keep(ids, completion, dialogue)
+        await self._keep(place, ids, completion, dialogue)
         return completion
 
     def _prepared(self, values: dict[str, Any]) -> Prepared:
@@ -253,7 +254,9 @@ class Session:
             values["seed"] = derived_seed(seed, *self._path, self._turns)
         return self._spec.prepare(values) if values else self._spec.prepared
 
-    async def _keep(self, ids: bytes, completion: Completion, dialogue: Dialogue) -> None:
+    async def _keep(
+        self, place: Place, ids: bytes, completion: Completion, dialogue: Dialogue
+    ) -> None:
         """Record a finished turn. A failed turn records nothing."""
         chunks = completion._chunks
         said = None
@@ -263,7 +266,7 @@ class Session:
             said = await in_thread(parsed, renderer, tokens, dialogue, number)
             completion.__dict__["message"] = said
         del self._pending[: self._taken]
-        self._place = self._history.keep(self._place, self._spec, ids, completion, dialogue, said)
+        self._place = self._history.keep(place, self._spec, ids, completion, dialogue, said)
         self._turns += 1
         if self._on_turn is not None:
             new = len(self._place.tokens) - len(ids)
@@ -319,33 +322,30 @@ class Session:
         being sampled come after that turn. If a turn fails, its observations are kept for the next
         turn; see ``unobserve``.
 
+        Before the first turn, and after ``go_back``, messages join those of the prompt, and text
+        and ids follow the tokens of the prompt. In a session without a prompt they are the prompt.
+
         Args:
             what: text, token ids or messages. Text is tokenized separately, and ids are used
                 unchanged. Messages are rendered with the chat template: they end the assistant's
-                turn and begin its next one. Only a session that began with messages accepts
+                turn and begin its next one. A session whose prompt is text or token ids accepts no
                 messages.
 
         Raises:
             InvalidRequest: a token id is wrong, or a message lacks a field. If the template rejects
                 the messages, ``generate`` raises.
-            UsageError: messages were given before the first turn, or in a session without messages.
+            UsageError: messages cannot follow the prompt.
         """
         new = as_observation(what, self._spec.vocab_size)
-        if not isinstance(new, list):
-            if new:
-                self._pending.append(new)
-            return
-        if self._place.dialogue.messages is None:
-            raise UsageError("this session began without messages: observe text or token ids")
-        last = self._pending[-1] if len(self._pending) > self._taken else None
-        if isinstance(last, list):
-            last += new
-        elif self._place.begins:
-            raise UsageError(
-                "no turn was sampled yet, or since go_back: put these messages into the session's "
-                "own, or use rewrite"
-            )
-        else:
+        waiting = self._pending[self._taken :]
+        if isinstance(new, list):
+            if not self._place.takes_messages(self._spec.promptless):
+                raise UsageError("this session began without messages: observe text or token ids")
+            if waiting and isinstance(waiting[-1], list):
+                new = [*self._pending.pop(), *new]
+            elif self._place.begins and not self._sampler.busy:
+                check_messages_first(self._place, waiting)
+        if new:
             self._pending.append(new)
 
     def go_back(self, turns: int = 1) -> None:
@@ -382,7 +382,7 @@ class Session:
             UsageError: the session began without messages, or a turn is being sampled.
         """
         self._check_idle("rewrite")
-        if self._spec.messages is None:
+        if not self._place.takes_messages(self._spec.promptless):
             raise UsageError("this session began without messages")
         new: list[Message] = [dict(m) for m in check_conversation(list(messages))]
         self._pending.clear()

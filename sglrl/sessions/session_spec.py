@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping, Sequence
 from copy import copy
 from typing import Any, NoReturn, Protocol, SupportsFloat
@@ -51,8 +52,12 @@ class SessionSpec:
     All samples of a group share one spec, so the prompt is encoded once.
 
     Args:
-        promptless: no prompt is given: the session serves conversations that begin elsewhere, each
-            with a ``sibling`` of this spec.
+        prompt, messages, input_ids: at most one of them. Without a prompt, the session serves
+            conversations that begin elsewhere, each with a ``sibling`` of this spec, or its first
+            observation is its prompt.
+
+    Attributes:
+        promptless: there is no prompt.
     """
 
     def __init__(
@@ -75,12 +80,12 @@ class SessionSpec:
         reward_weights: Mapping[str, SupportsFloat] | None = None,
         lora: str | None = None,
         sampling: SamplingParams | None = None,
-        promptless: bool = False,
         **values: Any,
     ) -> None:
         given = (prompt is not None) + (messages is not None) + (input_ids is not None)
-        if given != 1 - promptless:
+        if given > 1:
             raise InvalidRequest(f"give exactly one of prompt, input_ids, messages; got {given}")
+        promptless = given == 0
         if renderer is not None and ((messages is None and not promptless) or allow_rewrite):
             why = "with allow_rewrite, none is used" if allow_rewrite else "none are given"
             raise InvalidRequest(f"renderer is for messages: {why}")
@@ -204,10 +209,12 @@ class SessionSpec:
 
     async def load(self) -> None:
         """Encode the prompt, or load the tokenizer if there is none."""
-        if self.promptless:
-            await load_tokenizer(self.requests.box)
-        else:
+        if not self.promptless:
             await self.ids()
+            return
+        # Token ids need none.
+        with contextlib.suppress(InvalidRequest):
+            await load_tokenizer(self.requests.box)
 
     async def ids(self, messages: Sequence[Message] | None = None) -> bytes:
         """Return the token ids of the prompt, int32 bytes. Encode them on the first call.
@@ -220,7 +227,8 @@ class SessionSpec:
         """
         if self.promptless and messages is None:
             raise InvalidRequest(
-                "this session has no prompt: give the item 'prompt', 'messages' or 'input_ids'"
+                "this session has no prompt: give the session or the item 'prompt', 'messages' or "
+                "'input_ids', or call session.observe before the first turn"
             )
         if messages is not None:
             _, (ids,) = await self.requests.encode_prompts(None, None, messages, self.template)
@@ -241,6 +249,11 @@ class SessionSpec:
         await self._find_renderer(None, self._ids)
         return self._ids
 
+    async def encode_text(self, text: str) -> bytes:
+        """Return the token ids of a text that is a prompt, int32 bytes."""
+        _, (ids,) = await self.requests.encode_prompts(text, None, None)
+        return ids
+
     async def _find_renderer(self, messages: Sequence[Message] | None, prompt: bytes) -> None:
         """Find the renderer the first time, and check that it makes these tokens of the messages.
 
@@ -250,7 +263,7 @@ class SessionSpec:
         Raises:
             InvalidRequest: the user has named a renderer that does not.
         """
-        if self._searched or self.messages is None or self.allow_rewrite:
+        if self._searched or self.allow_rewrite or (self.messages is None and messages is None):
             return
         box, ids = self.requests.box, np.frombuffer(prompt, "<i4").tolist()
 

@@ -95,7 +95,7 @@ async def test_each_request_has_its_own_priority(
         return real(self, *args)
 
     monkeypatch.setattr(Requests, "sample", sample)
-    session = Session(SessionSpec(client, promptless=True))
+    session = Session(SessionSpec(client))
     conversations = Conversations(session)
     messages: list[Any] = [{"role": "user", "content": "Hi"}]
     for number, priority in enumerate((3, 3, 5, 0)):
