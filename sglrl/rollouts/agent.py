@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import functools
 import inspect
+import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from typing import Any, Protocol
 
 from ..config import type_of
-from ..errors import DeadlineExceeded, SglrlError, UsageError
+from ..errors import DeadlineExceeded, InvalidRequest, SglrlError, UsageError
 from ..sessions.gate import Gate
 from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
 from .task_ending import Limit
+
+logger = logging.getLogger("sglrl.rollout")
 
 Agent = Callable[[Session, Any], Awaitable[Any]]
 
@@ -63,6 +66,28 @@ async def made_ready(agent: Agent | type[Any]) -> AsyncGenerator[Agent, None]:
         yield instance
 
 
+async def load(spec: SessionSpec, item: int, *, must: bool) -> None:
+    """Encode the prompt of an item, and warn once if it leaves no room for a response.
+
+    Args:
+        must: raise the errors. Otherwise the agent gets them from its first turn, if it has one.
+
+    Raises:
+        InvalidRequest: the prompt cannot be encoded.
+    """
+    try:
+        await spec.load()
+    except InvalidRequest:
+        if must:
+            raise
+        return
+    if spec.too_long and not spec.warned:
+        spec.warned = True
+        logger.warning(
+            "item %d cannot be sampled: %s; shorten or leave it out", item, spec.too_long
+        )
+
+
 async def play(
     agent: Agent, session: Session, item: Any, limit: Limit | None, gateway: Gateway | None
 ) -> Trajectory:
@@ -75,13 +100,23 @@ async def play(
         NotAsync: see there.
         TimeoutError: the agent is late but continued; ``is_late`` is then true.
         UsageError: the agent returned neither a reward nor a trajectory.
+        InvalidRequest: the agent failed, and the prompt of the item leaves no room for a response.
         BaseException: the agent's own exceptions.
     """
-    if gateway is None:
-        result = await _result(agent, session, item, limit)
-    else:
-        async with gateway.lend(session):
+    try:
+        if gateway is None:
             result = await _result(agent, session, item, limit)
+        else:
+            async with gateway.lend(session):
+                result = await _result(agent, session, item, limit)
+    except UsageError:
+        raise
+    except Exception as error:
+        problem = session._spec.too_long
+        if problem and not session.turns:
+            # Whatever the agent makes of the error of its turn, another attempt cannot succeed.
+            raise InvalidRequest(f"the item cannot be sampled: {problem}") from error
+        raise
     return _trajectory(session, result)
 
 

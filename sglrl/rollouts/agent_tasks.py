@@ -18,6 +18,7 @@ from .agent import (
     NotAsync,
     as_failure,
     is_late,
+    load,
     made_ready,
     play,
     session_of_sample,
@@ -135,9 +136,9 @@ class AgentTasks:
         try:
             if attempt.given_up:
                 raise asyncio.CancelledError
+            # Load the tokenizer before the time limit starts.
+            await load(session._spec, attempt.sample.group.index, must=timeout is not None)
             if timeout is not None:
-                # Load the tokenizer before the time limit starts.
-                await session._spec.load()
                 late = functools.partial(self._tasks.abandon, task, _TIMEOUT)
                 session._sampler.limit = attempt.limit = Limit(timeout, late)
             trajectory = await play(

@@ -31,6 +31,7 @@ from .agent import (
     NotAsync,
     as_failure,
     is_late,
+    load,
     made_ready,
     play,
     session_of_sample,
@@ -181,7 +182,7 @@ class AgentWorker(Actor):
             self._pool.weights.set_version(version)
             spec = self._spec_of(sample.item, tries, item, arguments)
             # Load the tokenizer before the time limit starts.
-            await spec.load()
+            await load(spec, sample.item, must=True)
             session = sample.session = session_of_sample(
                 spec, self._gate, self._on_turn, sample.item, sample.index, attempts
             )

@@ -131,6 +131,8 @@ class SessionSpec:
             if self.template.pop("continue_final_message", False):
                 self.begun = str(self.messages[-1].get("content") or "")
                 self.messages = self.messages[:-1]
+        self.warned = False
+        """Whether the log says that the prompt is too long."""
         self.routed_from = 0
         """The first position of the prompt whose routed experts are wanted."""
         self._prompt = prompt
@@ -206,6 +208,19 @@ class SessionSpec:
         made = copy(self)
         made._ids = check_ids(ids, self.vocab_size)
         return made
+
+    @property
+    def too_long(self) -> str:
+        """Say that the encoded prompt leaves no room for a response; "" if it does."""
+        size = 0 if self._ids is None else len(self._ids) // 4
+        if size < self.most_tokens:
+            return ""
+        info = self.requests.info
+        return (
+            f"its prompt has {size:,} tokens, and together with a response at most "
+            f"{self.most_tokens:,} are possible (a context of {info.context_length:,} and a KV "
+            f"cache of {info.kv_cache_tokens:,} tokens)"
+        )
 
     async def load(self) -> None:
         """Encode the prompt, or load the tokenizer if there is none."""
