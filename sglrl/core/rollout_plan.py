@@ -3,9 +3,11 @@
 The samples of one item of the data set are a group. The life of one group::
 
     item ──begin──▶ RUNNING ──every sample done or lost──▶ READY ──take──▶ TAKEN
-      ▲                │                                     │  ╲
-      │                │ too few samples are left            │   ▶ FILTERED
-      └──once more─────┴──▶ DROPPED ◀───── too old ──────────┘
+      ▲             ▲  │                                     │  ╲
+      │             │  │ too few samples are left            │   ▶ FILTERED
+      │             └──┼───────── a sample is too old ───────┤
+      ├──once more─────┴──▶ DROPPED                          │
+      └──at the end───────▶ POSTPONED ◀── too often too old ─┘
 
 The life of one sample: WAITING ──▶ RUNNING ──▶ DONE or LOST. A failed sample may return to WAITING.
 
@@ -13,96 +15,69 @@ A sample of an item runs at most ``1 + retries`` times in all groups of the item
 begun again has the samples of the previous group, except samples without a remaining run. A run
 whose process was lost does not count, at most ``MOST_LOSSES`` times.
 
-Staleness is bounded as in AReaL (https://arxiv.org/abs/2505.24298, eq. 3). With policy version v,
-batches of B groups and a bound of η versions, at most ``(v + η + 1) B`` groups have been begun and
-not given up. This limit is sufficient only if groups finish in order. Therefore, when new weights
-arrive, samples whose oldest token is more than η versions old are lost too, whether they run or are
-done.
+Staleness is bounded as in AReaL (https://arxiv.org/abs/2505.24298, eq. 3). After v training steps,
+with batches of B groups and a bound of η versions, at most ``(v + η + 1) B`` groups have been begun
+and not given up. This limit is sufficient only if groups finish in order. Therefore, when new
+weights arrive, samples whose oldest token is more than η versions old are stale, whether they run
+or are done.
 
-Pure: no clock, no I/O. Results are opaque, versions are integers.
+A stale sample has not failed. It runs again at once, before all others, so that it has all versions
+that it may take. Long samples are stale more often than short ones, so dropping them would bias the
+training. After ``MOST_STALE`` stale runs of a sample, its group is POSTPONED until no other item is
+left: the trainer then has nothing else to train on, and makes no new weights before the group ends.
+If a sample is stale as often there, the trainer makes new weights without groups, and the sample is
+lost.
+
+Pure: no clock, no I/O. Results are opaque. ``policy_versions`` describes versions.
 """
 
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
-from typing import Any, Final
+from typing import Any, NamedTuple
 
-WAITING: Final = "waiting"
-RUNNING: Final = "running"
-DONE: Final = "done"
-LOST: Final = "lost"
-
-READY: Final = "ready"
-TAKEN: Final = "taken"
-FILTERED: Final = "filtered"
-DROPPED: Final = "dropped"
-
-STALE: Final = "stale"
-"""A reason for the loss of a sample: its oldest token is too old."""
-MOST_LOSSES: Final = 3
-"""Maximum number of lost processes per sample that do not count as a run."""
-SUSPECT: Final = 2
-"""Number of losses after which a sample is a suspect. A suspect runs apart from other suspects, so
-that the cause of the next loss is clear."""
-GIVEN_UP: Final = "given up"
-"""A reason for the loss of a sample: its group was given up. The caller passes other reasons."""
-
-
-class Sample:
-    """One rollout of an item.
-
-    Attributes:
-        tries: number of earlier runs, in all groups of the item.
-        losses: how often the process that ran the sample was lost.
-        final: the sample has failed, and another run would fail in the same way.
-        oldest: the policy version of its oldest token, if it is DONE.
-    """
-
-    __slots__ = ("final", "group", "index", "losses", "oldest", "result", "state", "tries")
-
-    def __init__(self, group: Group, index: int, tries: int, losses: int) -> None:
-        self.group = group
-        self.index = index
-        self.state = WAITING
-        self.tries = tries
-        self.losses = losses
-        self.final = False
-        self.result: Any = None
-        self.oldest = 0
-
-    def __repr__(self) -> str:
-        return f"<Sample {self.index} of item {self.group.index}: {self.state}>"
+from .policy_versions import MODEL, PolicyClock, Versions, oldest_of
+from .rollout_group import (
+    DONE,
+    DROPPED,
+    FILTERED,
+    GIVEN_UP,
+    LOST,
+    MOST_LOSSES,
+    MOST_STALE,
+    POSTPONED,
+    READY,
+    RUNNING,
+    STALE,
+    SUSPECT,
+    TAKEN,
+    WAITING,
+    Group,
+    Past,
+    Sample,
+)
 
 
-class Group:
-    """The samples of an item.
+class _Item(NamedTuple):
+    """An item whose group was given up: the arguments of ``Group``."""
 
-    Args:
-        index: number of the item in the data set.
-        tries: how often a group of the item was begun before.
-        before: index, tries and losses of each sample.
+    number: int
+    item: Any
+    tries: int
+    before: list[Past]
+    late: bool
+
+
+class TooSlow(NamedTuple):
+    """A sample was stale ``MOST_STALE`` times.
 
     Attributes:
-        oldest: the policy version of the oldest token, while the group is READY.
+        item: number of its item.
+        lost: the sample is lost. Otherwise its group is postponed.
     """
 
-    __slots__ = ("index", "item", "oldest", "open", "samples", "state", "tries")
-
-    def __init__(
-        self, index: int, item: Any, tries: int, before: list[tuple[int, int, int]]
-    ) -> None:
-        self.index = index
-        self.item = item
-        self.state = RUNNING
-        self.tries = tries
-        self.samples = [Sample(self, i, tried, losses) for i, tried, losses in before]
-        self.oldest = 0
-        self.open = len(before)
-        """Number of samples that are neither DONE nor LOST."""
-
-    @property
-    def done(self) -> list[Sample]:
-        return [s for s in self.samples if s.state is DONE]
+    item: int
+    lost: bool
 
 
 class Plan:
@@ -115,8 +90,14 @@ class Plan:
             was given up is begun again, as long as enough of its samples may be run again.
         batch_size: B in the docstring of the module.
         max_staleness: η in the docstring of the module; None for no bound.
-        ahead: no further group is begun while at least this many groups are READY.
-        version: the current policy version.
+        ahead: at most this many groups are live, so at most this many are READY. None: no bound.
+        most_ready: no further group is begun while at least this many groups are READY.
+        versions: the current policy versions.
+
+    Attributes:
+        wanted: number of groups that a consumer waits for. ``ahead`` and ``most_ready`` count as at
+            least this number.
+        too_slow: samples to report, for the caller to empty.
     """
 
     def __init__(
@@ -127,8 +108,9 @@ class Plan:
         retries: int = 2,
         batch_size: int | None = None,
         max_staleness: int | None = None,
-        ahead: int = 1,
-        version: int = 0,
+        ahead: int | None = None,
+        most_ready: int = 64,
+        versions: Versions | None = None,
     ) -> None:
         self.group_size = group_size
         self.min_group = min_group
@@ -136,86 +118,115 @@ class Plan:
         self.batch_size = batch_size
         self.max_staleness = max_staleness
         self.ahead = ahead
-        self.version = self.first_version = version
+        self.most_ready = most_ready
+        self.wanted = 0
+        self.clock = PolicyClock(versions or {MODEL: 0})
         self.live: dict[Group, None] = {}
         """Groups that are RUNNING or READY."""
         self.ready: dict[Group, None] = {}
-        self.by_age: dict[int, OrderedDict[Group, None]] = {}
-        """READY groups by the version of their oldest token, in order of completion. Groups are
-        taken from the front. An ``OrderedDict`` finds its first key at once, but a plain dict first
-        passes over all removed keys."""
+        self.by_age: dict[tuple[tuple[str, int], ...], OrderedDict[Group, None]] = {}
+        """READY groups by ``Group.age_key``, in order of completion. Groups are taken from the
+        front. An ``OrderedDict`` finds its first key at once, but a plain dict first passes over
+        all removed keys."""
         self.lessened: dict[Group, None] = {}
         """READY groups that have lost samples since they became READY."""
         self.waiting: deque[Sample] = deque()
         self.suspects: deque[Sample] = deque()
         """Waiting samples with at least ``SUSPECT`` losses."""
-        self.again: deque[tuple[int, Any, int, list[tuple[int, int, int]]]] = deque()
-        """Items of groups that were given up. Each entry has the number, the item, how often the
-        item was begun, and the index, tries and losses of each sample that may be run again."""
+        self.again: deque[_Item] = deque()
+        """Items of groups that were given up, with the samples that may be run again."""
+        self.late: deque[_Item] = deque()
+        """Items of groups that were postponed until no other item is left."""
+        self.too_slow: deque[TooSlow] = deque()
         self.running = 0
         self.next_index = 0
         self.exhausted = False
         """Whether the data set has no further item."""
+        self.completed = 0
+        """Number of times that a group became READY."""
         self.taken = self.filtered = self.dropped = 0
+        self.dropped_stale = 0
+        """Number of dropped groups that had a sample that was always too old."""
         self.samples_done = self.retried = 0
         self.lost: Counter[str] = Counter()
-        """Number of lost samples, by reason."""
+        """Number of lost samples, by reason. Stale runs count even if the sample runs again."""
 
     # --- groups -----------------------------------------------------------------------------------
 
     @property
     def over(self) -> bool:
         """Whether no sample is left to run and no group is left to take."""
-        return self.exhausted and not self.live and not self.again
+        return self.exhausted and not (self.live or self.again or self.late)
+
+    @property
+    def ending(self) -> bool:
+        """Whether no further group will become READY."""
+        begun = self.exhausted and not (self.again or self.late)
+        return begun and len(self.live) == len(self.ready)
+
+    @property
+    def version(self) -> int:
+        """The current version of the model."""
+        return self.clock.versions[MODEL]
 
     def may_begin(self) -> bool:
         """Return True if one more group may be begun now."""
-        if len(self.ready) >= self.ahead:
+        if self.ahead is not None and len(self.live) >= max(self.ahead, self.wanted):
             return False
+        if len(self.ready) >= max(self.most_ready, self.wanted):
+            return False
+        return not self.needs_weights()
+
+    def needs_weights(self) -> bool:
+        """Return True if no further group may begin before there are new weights."""
         if self.max_staleness is None:
-            return True
+            return False
         assert self.batch_size is not None
-        passed = self.version - self.first_version
-        allowed = (passed + self.max_staleness + 1) * self.batch_size
-        return self.taken + len(self.live) < allowed
+        allowed = (self.clock.steps + self.max_staleness + 1) * self.batch_size
+        return self.taken + len(self.live) >= allowed
 
     def begin(self, index: int, item: Any) -> Group:
         """Begin the group of an item. ``index`` is the number of the item in the data set."""
         self.next_index = max(self.next_index, index + 1)
-        return self._begin(index, item, 0, [(i, 0, 0) for i in range(self.group_size)])
+        before = [Past(i) for i in range(self.group_size)]
+        return self._begin(_Item(index, item, 0, before, False))
 
     def begin_again(self) -> Group | None:
         """Begin a new group for the next item whose group was given up, if there is one."""
-        return self._begin(*self.again.popleft()) if self.again else None
+        if self.again:
+            return self._begin(self.again.popleft())
+        if self.late and self.exhausted and all(g.late or g.state is READY for g in self.live):
+            return self._begin(self.late.popleft())
+        return None
 
-    def _begin(
-        self, index: int, item: Any, tries: int, before: list[tuple[int, int, int]]
-    ) -> Group:
-        group = Group(index, item, tries, before)
+    def _begin(self, item: _Item) -> Group:
+        index, value, tries, before, late = item
+        group = Group(index, value, tries, before, late=late)
         self.live[group] = None
         for sample in group.samples:
             self._queue_of(sample).append(sample)
         return group
 
-    def advance(self, version: int) -> None:
-        """Set the version of new weights. Lose the done samples that are now too old."""
-        self.version = version
+    def advance(self, versions: Versions) -> None:
+        """Set the versions of new weights. Done samples that are now too old run again."""
+        self.clock.advance(versions)
         if self.max_staleness is None:
             return
         for group in list(self.live):
             for sample in group.done:
-                # The loss of an earlier sample may have dropped the group, and with it this sample.
+                # An earlier sample may have given up the group, and with it this sample.
                 if sample.state is DONE and self._too_old(sample.oldest):
-                    self.samples_done -= 1
-                    self._lose(sample, STALE)
+                    self._stale(sample)
 
     def take(self) -> Group | None:
         """Take the READY group with the oldest tokens. Among equals, take the first completed."""
         if not self.ready:
             return None
-        group = next(iter(self.by_age[min(self.by_age)]))
+        key = max(self.by_age, key=self._precedence)
+        group = next(iter(self.by_age[key]))
         self._leave(group, TAKEN)
         self.taken += 1
+        self.clock.group_taken()
         return group
 
     def next_lessened(self) -> Group | None:
@@ -233,7 +244,8 @@ class Plan:
 
     def unfinished(self) -> list[int]:
         """Return the numbers of begun items that are not taken, filtered or finally dropped."""
-        return sorted({g.index for g in self.live} | {index for index, _, _, _ in self.again})
+        given_up = {one.number for one in (*self.again, *self.late)}
+        return sorted({group.index for group in self.live} | given_up)
 
     # --- samples ----------------------------------------------------------------------------------
 
@@ -249,15 +261,16 @@ class Plan:
         self.running += 1
         return sample
 
-    def done(self, sample: Sample, result: Any, oldest: int) -> Group | None:
+    def done(self, sample: Sample, result: Any, oldest: Versions) -> Group | None:
         """Record the result of a running sample. Return its group if the group is READY now."""
         assert sample.state is RUNNING, sample
         self.running -= 1
+        self.clock.use(oldest)
         sample.result, sample.oldest = result, oldest
         if sample.group.state is not RUNNING:
             self._lose(sample, GIVEN_UP)
         elif self._too_old(oldest):
-            self._lose(sample, STALE)
+            self._stale(sample)
         else:
             sample.state = DONE
             self.samples_done += 1
@@ -271,6 +284,7 @@ class Plan:
         """Record that a running sample failed or was given up.
 
         Args:
+            reason: a STALE sample runs again, whatever ``retry`` is.
             retry: run the sample again in its group.
             final: do not run the sample again, even if the group is begun again.
 
@@ -287,7 +301,10 @@ class Plan:
             # Run it next, because the rest of its group waits for it.
             self._queue_of(sample).appendleft(sample)
             return None
-        self._lose(sample, reason)
+        if reason == STALE and sample.group.state is RUNNING:
+            self._stale(sample)
+        else:
+            self._lose(sample, reason)
         return sample.group if sample.group.state is READY else None
 
     def interrupted(self, sample: Sample) -> bool:
@@ -324,24 +341,53 @@ class Plan:
     def _queue_of(self, sample: Sample) -> deque[Sample]:
         return self.suspects if sample.losses >= SUSPECT else self.waiting
 
-    def is_stale(self, sample: Sample, oldest: int | None) -> bool:
+    def is_stale(self, sample: Sample, oldest: Versions) -> bool:
         """Return True if a running sample is no longer useful.
 
         This is the case if its group was given up, or if its oldest token is too old.
 
         Args:
-            oldest: the policy version of its oldest token so far; None if it has no token.
+            oldest: the oldest version of each policy that has sampled a token so far.
         """
-        return sample.group.state is not RUNNING or (oldest is not None and self._too_old(oldest))
+        self.clock.use(oldest)
+        return sample.group.state is not RUNNING or self._too_old(oldest)
 
     # --- inside -----------------------------------------------------------------------------------
 
-    def _too_old(self, version: int) -> bool:
-        return self.max_staleness is not None and self.version - version > self.max_staleness
+    def _too_old(self, oldest: Versions) -> bool:
+        return self.max_staleness is not None and self.clock.age(oldest) > self.max_staleness
+
+    def _precedence(self, key: tuple[tuple[str, int], ...]) -> tuple[int, int]:
+        """Return the value by which groups of this ``Group.age_key`` are taken: largest first."""
+        return self.clock.age(dict(key)), -next(iter(self.by_age[key])).order
+
+    def _stale(self, sample: Sample) -> None:
+        """Run a sample of a live group again, because its oldest token is too old."""
+        group, was_done = sample.group, sample.state is DONE
+        sample.stale += 1
+        sample.result = None
+        self.samples_done -= was_done
+        if group.late and sample.stale >= 2 * MOST_STALE:
+            self.too_slow.append(TooSlow(group.index, lost=True))
+            sample.final = True
+            self._lose(sample, STALE)
+            return
+        self.lost[STALE] += 1
+        if group.state is READY:
+            self._unready(group)
+            group.state = RUNNING
+        sample.state = WAITING
+        group.open += was_done
+        # Run it next, because the rest of its group waits for it.
+        self._queue_of(sample).appendleft(sample)
+        if not group.late and sample.stale >= MOST_STALE:
+            self.too_slow.append(TooSlow(group.index, lost=False))
+            self._postpone(group)
 
     def _lose(self, sample: Sample, reason: str) -> None:
         was_done = sample.state is DONE
         sample.state = LOST
+        sample.lost_by = reason
         sample.result = None
         self.lost[reason] += 1
         group = sample.group
@@ -358,14 +404,21 @@ class Plan:
         elif not group.open:
             if group.state is READY:
                 # The group has lost its oldest sample.
+                lessened = True
                 self._unready(group)
-                self.lessened[group] = None
+            else:
+                lessened = False
+                self.completed += 1
+                group.order = self.completed
             group.state = READY
-            group.oldest = min(s.oldest for s in group.samples if s.state is DONE)
+            oldest = oldest_of(s.oldest for s in group.samples if s.state is DONE)
+            group.age_key = tuple(sorted(oldest.items()))
             self.ready[group] = None
-            peers = self.by_age.get(group.oldest)
+            if lessened:
+                self.lessened[group] = None
+            peers = self.by_age.get(group.age_key)
             if peers is None:
-                peers = self.by_age[group.oldest] = OrderedDict()
+                peers = self.by_age[group.age_key] = OrderedDict()
             peers[group] = None
 
     def _drop(self, group: Group, again: bool = True) -> None:
@@ -375,35 +428,53 @@ class Plan:
             again: begin the group again, if it still has a retry and enough samples that may be run
                 again.
         """
-        self._leave(group, DROPPED)
         left = []
         for sample in group.samples:
             tries = sample.tries if sample.state is WAITING else sample.tries + 1
             if tries <= self.retries and not sample.final:
-                left.append((sample.index, tries, sample.losses))
+                left.append(sample.past._replace(tries=tries))
+        self._abandon(group, DROPPED)
+        if again and group.tries < self.retries and len(left) >= self.min_group:
+            self.again.append(_Item(group.index, group.item, group.tries + 1, left, group.late))
+        else:
+            self.dropped += 1
+            self.dropped_stale += any(s.lost_by == STALE for s in group.samples)
+
+    def _postpone(self, group: Group) -> None:
+        """Give up a group for now, and begin it again when no other item is left."""
+        left = []
+        for sample in group.samples:
+            # A failed run counts. The runs that are given up now do not.
+            tries = sample.tries + (sample.state is LOST)
+            if tries <= self.retries and not sample.final:
+                left.append(sample.past._replace(tries=tries))
+        self._abandon(group, POSTPONED)
+        self.late.append(_Item(group.index, group.item, group.tries, left, True))
+
+    def _abandon(self, group: Group, state: str) -> None:
+        """Remove a group, and lose its samples that do not run."""
+        self._leave(group, state)
+        for sample in group.samples:
             if sample.state is DONE:
                 self.samples_done -= 1
             if sample.state is WAITING or sample.state is DONE:
                 if sample.state is WAITING:
                     self._queue_of(sample).remove(sample)
                 sample.state = LOST
+                sample.lost_by = GIVEN_UP
                 self.lost[GIVEN_UP] += 1
-        if again and group.tries < self.retries and len(left) >= self.min_group:
-            self.again.append((group.index, group.item, group.tries + 1, left))
-        else:
-            self.dropped += 1
 
     def _unready(self, group: Group) -> None:
         del self.ready[group]
-        peers = self.by_age[group.oldest]
+        self.lessened.pop(group, None)
+        peers = self.by_age[group.age_key]
         del peers[group]
         if not peers:
-            del self.by_age[group.oldest]
+            del self.by_age[group.age_key]
 
     def _leave(self, group: Group, state: str) -> None:
         if group.state is READY:
             self._unready(group)
-            self.lessened.pop(group, None)
         group.state = state
         del self.live[group]
 
@@ -411,7 +482,7 @@ class Plan:
         """Raise ``AssertionError`` if the state is inconsistent. For tests."""
         assert set(self.ready) == {g for g in self.live if g.state is READY}
         by_age = [(age, g) for age, groups in self.by_age.items() for g in groups]
-        assert set(by_age) == {(g.oldest, g) for g in self.ready}
+        assert set(by_age) == {(g.age_key, g) for g in self.ready}
         assert all(self.by_age.values())
         assert set(self.lessened) <= set(self.ready)
         for group in self.live:
@@ -420,7 +491,7 @@ class Plan:
             assert group.open == len(open_), group.samples
             assert (group.state is READY) == (not open_)
             if group.state is READY:
-                assert group.oldest == min(s.oldest for s in group.done)
+                assert dict(group.age_key) == oldest_of(s.oldest for s in group.done)
             assert sum(s.state is not LOST for s in group.samples) >= self.min_group
         waiting = [s for g in self.live for s in g.samples if s.state is WAITING]
         assert len(waiting) == len(self.waiting) + len(self.suspects)

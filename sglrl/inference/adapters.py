@@ -86,6 +86,11 @@ class AdapterPort(Protocol):
         """
         ...
 
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """The last version of each adapter that was ever loaded, by name."""
+        ...
+
     async def all(self) -> dict[str, LoraInfo]:
         """Return the loaded adapters by name. A client in another process asks the pool."""
         ...
@@ -172,8 +177,7 @@ class PoolAdapters(DriverListener):
         self._info: EngineInfo
         self._base_check = BaseCheck(pool.weights)
         self._loaded: dict[str, _Loaded] = {}
-        self._versions: dict[str, int] = {}
-        """The last version of each name that was ever loaded."""
+        self.versions: dict[str, int] = {}
         self._serial = 0
         self._lock = asyncio.Lock()
         self._prepared: set[int] = set()
@@ -270,7 +274,7 @@ class PoolAdapters(DriverListener):
         from ..weights.adapter_source import load_cargo, look_at
 
         deadline = Deadline(request.timeout, request.begun)
-        version = request.check(self._versions.get(name, -1))
+        version = request.check(self.versions.get(name, -1))
         given = look_at(adapter, config)
         found = given.config
         if found is None:
@@ -310,8 +314,12 @@ class PoolAdapters(DriverListener):
         commit = LoraCommit(serial, name, version, request.inflight)
         calls.append(_Order("lora_commit", Raw(encode(commit))))
         self._loaded[name] = _Loaded(info, serial, calls)
-        self._versions[name] = version
-        pauses = await self._on_all(calls[-1], deadline)
+        self.versions[name] = version
+        try:
+            pauses = await self._on_all(calls[-1], deadline)
+        finally:
+            for listener in list(self._pool.weights.on_version):
+                listener()
         ended = time.perf_counter()
         return UpdateReport(
             version=version,
@@ -405,7 +413,7 @@ class PoolAdapters(DriverListener):
     # --- events of the driver ---------------------------------------------------------------------
 
     def before_serving(self, worker: int) -> None:
-        if self._versions:
+        if self.versions:
             # A worker that was away may have adapters that were unloaded or replaced meanwhile.
             self._tell([self._keep()], worker)
             for one in self._loaded.values():

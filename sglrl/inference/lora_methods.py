@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..core.policy_versions import MODEL
 from .adapters import AdapterPort, LoraInfo
 from .client_base import ClientBase
 
@@ -21,6 +22,14 @@ class LoraMethods(ClientBase):
             UsageError: another process has launched the pool.
         """
         return dict(self._adapters.loaded)
+
+    @property
+    def policy_versions(self) -> dict[str, int]:
+        """The current version of the model, with the name "", and of each adapter by its name.
+
+        A client in another process has the versions of the pool's latest message.
+        """
+        return {MODEL: self._pool.weights.version, **self._adapters.versions}
 
     async def load_lora(
         self, name: str, adapter: Any, *, config: Any = None, timeout: float = 60.0

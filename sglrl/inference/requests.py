@@ -10,6 +10,7 @@ from msgspec import Raw
 
 from ..actors.actor import deadline_from
 from ..core.calls import Call
+from ..core.policy_versions import MODEL
 from ..core.prefixes import Route
 from ..core.seeds import derived_seed
 from ..driver.driver import ENVELOPE_BYTES, Driver
@@ -118,6 +119,15 @@ class Requests:
         """Return a number that differs for two routes if their KV cache differs."""
         version = self._weights.version
         return self._adapters.route_version(lora, version) if lora else version
+
+    def versions(self, lora: str) -> dict[str, int]:
+        """Return the current versions of the model and of an adapter, as far as they are known.
+
+        ``core/policy_versions.py`` describes the names.
+        """
+        found = {MODEL: self._weights.version}
+        version = self._adapters.versions.get(lora) if lora else None
+        return found if version is None else {**found, lora: version}
 
     def deadline(self, timeout: Any) -> float | None:
         """Return the deadline of a call. ``deadline_from`` checks the timeout.

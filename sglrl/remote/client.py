@@ -73,6 +73,10 @@ class _RemoteAdapters:
     def loaded(self) -> Mapping[str, LoraInfo]:
         raise not_here("adapters are listed")
 
+    @property
+    def versions(self) -> Mapping[str, int]:
+        return self._pool.weights.lora_versions
+
     async def all(self) -> dict[str, LoraInfo]:
         found: dict[str, LoraInfo] = await self._pool.ask("loras")
         return found

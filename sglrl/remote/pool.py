@@ -7,7 +7,7 @@ import contextlib
 import os
 import secrets
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
 from ..actors.actor import endpoints_of
@@ -60,17 +60,24 @@ class RemoteWeights:
         self._ask = ask
         self._description: ModelDescription | None = None
         self.version = 0
+        self.lora_versions: dict[str, int] = {}
         self.on_version: set[Callable[[], None]] = set()
         self.address = ""
         self.host = "127.0.0.1"
 
-    def set_version(self, version: int) -> None:
-        """Record that the pool has this version, unless a later version is known.
+    def set_version(self, version: int, loras: Mapping[str, int] | None = None) -> None:
+        """Record that the pool has these versions, unless later versions are known.
 
         A sender may learn of a version before the pool's next status arrives.
+
+        Args:
+            loras: versions of adapters by name.
         """
-        if version > self.version:
-            self.version = version
+        known = self.lora_versions
+        new = {name: v for name, v in (loras or {}).items() if v > known.get(name, -1)}
+        if version > self.version or new:
+            self.version = max(version, self.version)
+            self.lora_versions.update(new)
             for listener in list(self.on_version):
                 listener()
 
@@ -232,7 +239,7 @@ class RemotePool:
         return self.driver.status
 
     def _on_news(self) -> None:
-        self.weights.set_version(self.status.version)
+        self.weights.set_version(self.status.version, self.status.lora_versions)
 
     @property
     def workers(self) -> list[WorkerInfo]:

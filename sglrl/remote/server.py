@@ -236,6 +236,7 @@ class PoolServer(DriverListener):
             workers,
             queue.queued_bytes,
             queue.clients,
+            dict(self._client._adapters.versions),
         )
 
     async def _watch_workers(self) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
-from ..core.rollout_plan import Group, Sample
+from ..core.policy_versions import Versions
+from ..core.rollout_group import Group, Sample
 from ..errors import WorkerLost
 from ..sessions.trajectory import Trajectory
 
@@ -41,7 +42,7 @@ class GivenUp(NamedTuple):
     """The sample was cancelled because it is no longer useful.
 
     Attributes:
-        reason: why the sample is lost, see ``core/rollout_plan.py``.
+        reason: why the sample is lost, see ``core/rollout_group.py``.
     """
 
     reason: str
@@ -82,18 +83,21 @@ class AgentHost(Protocol):
     async def close(self) -> None:
         """Release the agent. Safe to call again, and while ``start`` runs."""
 
-    def begin(self, sample: Sample, version: int) -> None:
+    def begin(self, sample: Sample, versions: Versions) -> None:
         """Begin a sample.
 
         Args:
-            version: the policy version that the run has used for its plan.
+            versions: the policy versions that the run has used for its plan.
 
         Raises:
             Exception: the sample cannot begin. Its end is not reported.
         """
 
-    def oldest_version(self, sample: Sample) -> int | None:
-        """Return the policy version of a running sample's oldest token, if it is known here."""
+    def oldest_versions(self, sample: Sample) -> Versions:
+        """Return the oldest version of each policy that has sampled a token of a running sample.
+
+        It is empty before the first token, and if it is not known here.
+        """
 
     def give_up(self, sample: Sample, reason: str) -> None:
         """Cancel a running sample. Report ``GivenUp`` later. Do nothing if this was done before."""

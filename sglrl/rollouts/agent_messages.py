@@ -67,7 +67,7 @@ class Outcome(msgspec.Struct, array_like=True, frozen=True):
         prompt_bytes: bytes of their prompts.
         cached_tokens: prompt tokens that came from the prefix cache.
         new_bytes: bytes of their new tokens.
-        oldest: the oldest version in the trajectory.
+        oldest: ``oldest_versions`` of the trajectory.
         refused: the sample failed because the pool accepts no more calls.
         cut_off: the sample failed because this process has lost its connection to the pool.
         fatal: the run must end.
@@ -81,7 +81,7 @@ class Outcome(msgspec.Struct, array_like=True, frozen=True):
     cached_tokens: int
     new_bytes: int
     trajectory: Record | None = None
-    oldest: int = -1
+    oldest: dict[str, int] = {}
     error: ErrorBody | None = None
     refused: bool = False
     cut_off: bool = False

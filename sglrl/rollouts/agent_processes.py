@@ -18,9 +18,10 @@ from ..actors.actor import EndpointSpec, endpoints_of
 from ..actors.replies import error_of
 from ..actors.spawning import ActorHandle, birth_of
 from ..config import FabricConfig, PoolConfig
-from ..core import rollout_plan as core
+from ..core import rollout_group as core
 from ..core.calls import Call
 from ..core.driver_listener import DriverListener
+from ..core.policy_versions import Versions
 from ..driver.driver import ENVELOPE_BYTES
 from ..driver.launcher import LocalLauncher
 from ..driver.pool import Pool
@@ -219,7 +220,7 @@ class AgentProcesses(DriverListener):
 
     # --- start of samples -------------------------------------------------------------------------
 
-    def begin(self, sample: core.Sample, version: int) -> None:
+    def begin(self, sample: core.Sample, versions: Versions) -> None:
         """Run a sample in a process. See ``AgentWorker.run``.
 
         Raises:
@@ -227,7 +228,7 @@ class AgentProcesses(DriverListener):
             MessageTooLarge: the item is too large.
             WorkerLost: no process is left.
         """
-        body, frames = self._encode(sample, version)
+        body, frames = self._encode(sample, versions)
         away = _Away(self, sample)
         driver = self.driver
         call = Call("run", msgspec.Raw(body), away, frames=frames)
@@ -243,12 +244,12 @@ class AgentProcesses(DriverListener):
     def forget(self, group: core.Group) -> None:
         self._arguments.pop(group, None)
 
-    def _encode(self, sample: core.Sample, version: int) -> tuple[bytes, Sequence[Buffer]]:
+    def _encode(self, sample: core.Sample, versions: Versions) -> tuple[bytes, Sequence[Buffer]]:
         """Encode the arguments of ``AgentWorker.run``."""
         group = sample.group
         arguments = self._arguments_of(group)
-        numbers = group.index, group.tries, sample.index, sample.tries, version
-        values = (*numbers, group.item, arguments)
+        numbers = group.index, group.tries, sample.index, sample.tries
+        values = (*numbers, dict(versions), group.item, arguments)
         try:
             body, frames = _call_arguments.encode(values)
         except Exception as error:
@@ -282,9 +283,9 @@ class AgentProcesses(DriverListener):
 
     # --- ends of samples --------------------------------------------------------------------------
 
-    def oldest_version(self, sample: core.Sample) -> int | None:
-        """Return None. The sample's process knows this version and checks it."""
-        return None
+    def oldest_versions(self, sample: core.Sample) -> Versions:
+        """Return no versions. The sample's process knows them and checks them."""
+        return {}
 
     def give_up(self, sample: core.Sample, reason: str) -> None:
         away = self._running.pop(sample, None)

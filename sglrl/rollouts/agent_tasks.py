@@ -8,7 +8,8 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING
 
-from ..core.rollout_plan import Group, Sample
+from ..core.policy_versions import Versions
+from ..core.rollout_group import Group, Sample
 from ..sessions.gate import Gate
 from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
@@ -111,7 +112,7 @@ class AgentTasks:
 
     # --- samples ----------------------------------------------------------------------------------
 
-    def begin(self, sample: Sample, version: int) -> None:
+    def begin(self, sample: Sample, versions: Versions) -> None:
         group = sample.group
         spec = self._specs.get(group)
         if spec is None:
@@ -177,9 +178,9 @@ class AgentTasks:
             del self._running[attempt.sample]
             self._on_end(attempt.sample, end)
 
-    def oldest_version(self, sample: Sample) -> int | None:
+    def oldest_versions(self, sample: Sample) -> Versions:
         attempt = self._running.get(sample)
-        return None if attempt is None else attempt.session.oldest_version
+        return {} if attempt is None else attempt.session.oldest_versions
 
     def give_up(self, sample: Sample, reason: str) -> None:
         attempt = self._running.get(sample)

@@ -19,6 +19,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from ..actors.actor import Actor, endpoint
+from ..core.policy_versions import MODEL, age
 from ..errors import UsageError
 from ..sessions.gate import Gate
 from ..sessions.session import Session
@@ -139,7 +140,7 @@ class AgentWorker(Actor):
         tries: int,
         index: int,
         attempts: int,
-        version: int,
+        versions: dict[str, int],
         item: Any,
         arguments: dict[str, Any] | None,
     ) -> Outcome:
@@ -150,12 +151,15 @@ class AgentWorker(Actor):
             tries: number of earlier attempts of its group.
             index: index of the sample.
             attempts: number of earlier attempts of the sample.
-            version: version of the weights that the driver has used for its plan.
+            versions: the policy versions that the driver has used for its plan.
             arguments: arguments of the session. None: derive them from the item.
         """
         sample = _Sample(number, index)
         self._samples.add(sample)
-        work = self._play(sample, tries, attempts, version, item, arguments)
+        # The pool's own message about these versions may arrive later.
+        loras = {name: version for name, version in versions.items() if name != MODEL}
+        self._pool.weights.set_version(versions[MODEL], loras)
+        work = self._play(sample, tries, attempts, item, arguments)
         sample.task = asyncio.get_running_loop().create_task(work)
         sample.task.add_done_callback(functools.partial(self._ended, sample))
         try:
@@ -172,14 +176,11 @@ class AgentWorker(Actor):
         sample: _Sample,
         tries: int,
         attempts: int,
-        version: int,
         item: Any,
         arguments: dict[str, Any] | None,
     ) -> Outcome:
         timeout = self.settings.timeout
         try:
-            # The pool's own message about this version may arrive later.
-            self._pool.weights.set_version(version)
             spec = self._spec_of(sample.item, tries, item, arguments)
             # Load the tokenizer before the time limit starts.
             await load(spec, sample.item, must=True)
@@ -191,7 +192,7 @@ class AgentWorker(Actor):
                 session._sampler.limit = sample.limit = Limit(timeout, late)
             made = await play(self._agent, session, item, sample.limit, self._gateway)
             _check_metadata(made)
-            return self._outcome(DONE, trajectory=record_of(made), oldest=made.oldest_version)
+            return self._outcome(DONE, trajectory=record_of(made), oldest=made.oldest_versions)
         except GeneratorExit:
             raise
         except BaseException as error:
@@ -288,10 +289,10 @@ class AgentWorker(Actor):
         most = self.settings.max_staleness
         if most is None:
             return
-        version = self._client.weight_version
+        versions = self._client.policy_versions
         for sample in self._samples:
-            oldest = None if sample.session is None else sample.session.oldest_version
-            if oldest is not None and version - oldest > most and not sample.stale:
+            oldest = {} if sample.session is None else sample.session.oldest_versions
+            if age(versions, oldest) > most and not sample.stale:
                 sample.stale = True
                 self._cancel(sample)
 

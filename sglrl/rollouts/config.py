@@ -111,7 +111,8 @@ class RolloutConfig:
             retries=self.retries,
             batch_size=self.batch_size,
             max_staleness=self.max_staleness,
-            ahead=max(64, 2 * (self.batch_size or 1)) if self.ahead is None else self.ahead,
+            ahead=self.ahead,
+            most_ready=max(64, 2 * (self.batch_size or 1)),
         )
 
 

@@ -7,7 +7,9 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
-from ..core import rollout_plan as core
+from ..core import rollout_group as core
+from ..core.policy_versions import MODEL
+from ..core.rollout_plan import Plan
 from ..errors import DeadlineExceeded
 from .config import RolloutConfig
 from .dataset import Items
@@ -26,9 +28,9 @@ _HINT_SECONDS: Final = 10.0
 
 
 class Delivery:
-    """Takes ready groups from the plan for one consumer at a time.
+    """Takes ready groups from the plan for its consumers, one after the other.
 
-    Owns the consumer that waits, and groups that were taken for an unfinished ``take``.
+    Owns the consumers that wait, and groups that were taken for an unfinished ``take``.
 
     Args:
         on_taken: called when more groups may begin.
@@ -38,7 +40,7 @@ class Delivery:
         self,
         client: Client,
         config: RolloutConfig,
-        plan: core.Plan,
+        plan: Plan,
         items: Items,
         failures: FailurePolicy,
         metrics: MetricsRecorder,
@@ -52,6 +54,8 @@ class Delivery:
         self._metrics = metrics
         self._on_taken = on_taken
         self._partial: list[Group] = []
+        self._turn = asyncio.Lock()
+        """Held by the consumer that gets the next groups. The others wait in order."""
         self._arrival: asyncio.Future[None] | None = None
         self._failure: BaseException | None = None
         self._closed = False
@@ -88,33 +92,16 @@ class Delivery:
 
     async def take(self, n: int, timeout: float | None) -> list[Group]:
         """See ``Rollout.take``."""
-        if self._plan.ahead < n:
-            self._plan.ahead = n
-            self._on_taken()
-        if not self._closed and not self._take_ready(n):
-            await self._wait_for(n, timeout)
-        if self._closed:
-            return []
-        found, self._partial = self._partial[:n], self._partial[n:]
-        if found:
-            self._metrics.count_delivery()
-        return found
-
-    async def _wait_for(self, n: int, timeout: float | None) -> None:
-        """Wait for ``n`` groups, or for all remaining groups if there are fewer."""
-        loop = asyncio.get_running_loop()
-        hint = loop.call_later(_HINT_SECONDS, self._hint)
         try:
-            async with UnlessWeightsLost(self._client), asyncio.timeout(timeout) as limit:
-                while not self._closed and not self._take_ready(n):
-                    if self._failure is not None:
-                        raise self._failure
-                    if self._plan.over:
-                        if not self._partial:
-                            self._check_end()
-                        break
-                    self._arrival = loop.create_future()
-                    await self._arrival
+            async with asyncio.timeout(timeout) as limit, self._turn:
+                if not self._closed and not self._take_ready(n):
+                    await self._wait_for(n)
+                if self._closed:
+                    return []
+                found, self._partial = self._partial[:n], self._partial[n:]
+                if found:
+                    self._metrics.count_delivery()
+                return found
         except TimeoutError:
             if not limit.expired():
                 # The error belongs to an agent or to the data set.
@@ -123,7 +110,26 @@ class Delivery:
             raise DeadlineExceeded(
                 f"{ready} of {n} groups were ready within {timeout:g} s"
             ) from None
+
+    async def _wait_for(self, n: int) -> None:
+        """Wait for ``n`` groups, or for all remaining groups if there are fewer."""
+        loop = asyncio.get_running_loop()
+        hint = loop.call_later(_HINT_SECONDS, self._hint)
+        self._plan.wanted = n
+        self._on_taken()
+        try:
+            while not self._closed and not self._take_ready(n):
+                if self._failure is not None:
+                    raise self._failure
+                if self._plan.over:
+                    if not self._partial:
+                        self._check_end()
+                    break
+                self._arrival = loop.create_future()
+                async with UnlessWeightsLost(self._client):
+                    await self._arrival
         finally:
+            self._plan.wanted = 0
             hint.cancel()
 
     def _check_end(self) -> None:
@@ -135,15 +141,19 @@ class Delivery:
     def _hint(self) -> None:
         """Warn if a waiting consumer waits for new weights, because it may not know this."""
         plan = self._plan
-        bounded = plan.max_staleness is not None and not plan.may_begin()
-        if bounded and not plan.running and len(plan.ready) < plan.ahead:
+        if plan.needs_weights() and not plan.running:
+            used = plan.clock.used
+            named = [
+                f"version {used.pop(MODEL)}",
+                *(f"{v} of {name!r}" for name, v in used.items()),
+            ]
             logger.warning(
                 "a rollout waits for new weights: with max_staleness=%d and batch_size=%d no "
-                "further group begins at version %d; call update_weights, or leave max_staleness "
+                "further group begins at %s; call update_weights, or leave max_staleness "
                 "out if there is no training",
                 plan.max_staleness,
                 plan.batch_size,
-                plan.version,
+                ", ".join(named),
             )
 
     def _take_ready(self, n: int) -> bool:
@@ -153,8 +163,7 @@ class Delivery:
         while len(self._partial) < n:
             enough = len(self._partial) + len(plan.ready) >= n
             # At the end, take all ready groups. Wait for groups that run or begin again.
-            last = plan.exhausted and not plan.again and len(plan.live) == len(plan.ready)
-            if not (enough or last):
+            if not (enough or plan.ending):
                 break
             group = plan.take()
             if group is None:
@@ -163,7 +172,7 @@ class Delivery:
             made = self._made(group)
             # Samples and group refer to each other. This saves the garbage collector some work.
             group.samples.clear()
-            self._metrics.count_taken(made, plan.version - group.oldest)
+            self._metrics.count_taken(made)
             self._partial.append(made)
         return len(self._partial) >= n
 
@@ -178,11 +187,15 @@ class Delivery:
                 self._on_taken()
 
     def _made(self, group: core.Group) -> Group:
-        done = group.done
+        done, now = group.done, self._plan.clock.versions
+        stale = sum(sample.lost_by == core.STALE for sample in group.samples)
+        sampled = {name for sample in done for name in sample.oldest} & now.keys() - {MODEL}
         return Group(
             index=group.index,
             item=group.item,
             trajectories=tuple(sample.result for sample in done),
-            failed=self._plan.group_size - len(done),
+            failed=self._plan.group_size - len(done) - stale,
+            stale=stale,
             version=self._plan.version,
+            lora_versions={name: now[name] for name in sorted(sampled)},
         )

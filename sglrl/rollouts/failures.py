@@ -11,7 +11,8 @@ from collections import deque
 from typing import Final
 
 from ..core.failures import Failures, Kind
-from ..core.rollout_plan import Sample
+from ..core.rollout_group import MOST_STALE, Sample
+from ..core.rollout_plan import Plan, TooSlow
 from ..errors import RemoteError, RolloutFailed, SglrlError, UsageError
 from ..wire.codec import readable
 from .config import RolloutConfig
@@ -23,6 +24,8 @@ _KEPT: Final = 100
 """Number of latest errors that are kept."""
 _SUSPECT: Final = 32
 """The run ends if this many samples have finished and none was successful: the agent is faulty."""
+_SHOWN_SLOW: Final = 8
+"""Number of slow items that are logged one by one."""
 _REMOTE_FRAME = re.compile(r'^  File "(.*)", line (\d+)', re.MULTILINE)
 
 
@@ -45,6 +48,8 @@ class FailurePolicy:
         self._failures = Failures(config.max_failure_rate)
         self.errors: deque[Exception] = deque(maxlen=_KEPT)
         self.failed = self._succeeded = 0
+        self._too_slow = {False: 0, True: 0}
+        """Number of items that were too slow, by ``TooSlow.lost``."""
 
     def count_success(self) -> None:
         self._succeeded += 1
@@ -84,16 +89,49 @@ class FailurePolicy:
             error.add_note(f"and none of the {self.failed} samples was successful")
             raise error
 
-    def log_totals(self, dropped: int, delivered: int) -> None:
+    def log_too_slow(self, slow: TooSlow, plan: Plan) -> None:
+        """Log an item that was too slow for the trainer: the first ones, and later a count."""
+        self._too_slow[slow.lost] += 1
+        count = self._too_slow[slow.lost]
+        if count > _SHOWN_SLOW and count & (count - 1):
+            return
+        runs = (2 if slow.lost else 1) * MOST_STALE
+        logger.warning(
+            "item %d is too slow: a sample was discarded %d times, because it still ran or waited "
+            "when its oldest token was more than max_staleness=%d versions old; %s. To train on "
+            "such items sooner, pass a larger max_staleness, or make fewer versions: "
+            "update_weights(..., same_version=True) for the later parts of an update in parts. "
+            "(%d items so far)",
+            slow.item,
+            runs,
+            plan.max_staleness,
+            "the sample is lost, because the weights changed although no other item was left"
+            if slow.lost
+            else "the item is sampled again when no other item is left",
+            count,
+        )
+
+    def log_totals(self, plan: Plan) -> None:
         """Log at the end of the run how many groups were dropped, and why.
 
         Log each kind of failure whose count has grown since its last log entry.
         """
-        if dropped:
+        for count, reason in (
+            (plan.dropped - plan.dropped_stale, "failed samples"),
+            (plan.dropped_stale, "stale samples, which were always older than max_staleness"),
+        ):
+            if count:
+                logger.warning(
+                    "%d groups were dropped because of %s, and %d were delivered",
+                    count,
+                    reason,
+                    plan.taken,
+                )
+        if plan.late:
             logger.warning(
-                "%d groups were dropped because of failed samples, and %d were delivered",
-                dropped,
-                delivered,
+                "%d groups were postponed because of stale samples, and not sampled again before "
+                "the run ended; state_dict() has their items as unfinished",
+                len(plan.late),
             )
         for kind in self._failures.kinds.values():
             if 0 < kind.logged < kind.count:

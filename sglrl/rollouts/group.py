@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.policy_versions import MODEL, age, oldest_of
 from ..sessions.trajectory import Trajectory
 
 
@@ -20,7 +21,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         item: the item itself.
         trajectories: those of the successful samples, in the order of the samples.
         failed: number of failed samples.
+        stale: number of samples that were too old each time that they were sampled.
         version: version of the policy when the group was delivered.
+        lora_versions: the versions at that time of the adapters that sampled in it, by name.
     """
 
     index: int
@@ -28,11 +31,15 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     trajectories: tuple[Trajectory, ...]
     failed: int
     version: int
+    stale: int = 0
+    lora_versions: dict[str, int] = {}
 
     def __repr__(self) -> str:
+        stale = f"{self.stale} stale, " if self.stale else ""
+        rewards = ", ".join(f"{trajectory.reward:.4g}" for trajectory in self.trajectories)
         return (
             f"<Group of item {self.index}: {len(self.trajectories)} trajectories, {self.failed} "
-            f"failed, rewards {self.rewards.round(3).tolist()}>"
+            f"failed, {stale}rewards [{rewards}]>"
         )
 
     def _repr_html_(self) -> str:
@@ -46,13 +53,18 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def oldest_version(self) -> int:
-        """Policy version of the oldest token."""
+        """Policy version of the oldest token: that of the model."""
         return min(t.oldest_version for t in self.trajectories)
 
     @property
     def staleness(self) -> int:
-        """The age of the oldest token in versions, relative to ``version``."""
-        return self.version - self.oldest_version
+        """The age of the oldest token in versions, when the group was delivered.
+
+        It is relative to ``version``, or for a token of an adapter to its ``lora_versions`` if that
+        is more.
+        """
+        oldest = oldest_of(t.oldest_versions for t in self.trajectories)
+        return age({MODEL: self.version, **self.lora_versions}, oldest)
 
     @property
     def tokens(self) -> int:

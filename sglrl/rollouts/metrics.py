@@ -12,7 +12,8 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..core.rollout_plan import GIVEN_UP, STALE, Plan
+from ..core.rollout_group import GIVEN_UP, STALE
+from ..core.rollout_plan import Plan
 from .group import Group
 from .sample_limit import SampleLimit
 
@@ -79,11 +80,16 @@ class RolloutMetrics(msgspec.Struct, frozen=True, kw_only=True):
         groups_taken: groups that were delivered.
         groups_filtered: groups that ``keep`` rejected.
         groups_dropped: groups that were given up for good.
+        groups_stale: those of them that had a sample which was always older than ``max_staleness``.
+        groups_postponed: groups that wait for the end of the data set, because a sample was too
+            often older than ``max_staleness``.
         groups_ready, groups_running: current numbers of groups.
         samples_done: successful samples, without those of groups that were given up.
         samples_running: current number of samples.
-        samples_retried: retried samples in total.
-        samples_lost: by reason: "error", "timeout", "stale", "given up" (with its group).
+        samples_retried: failed samples that ran again, in total.
+        samples_lost: by reason: "error", "timeout", "stale", "given up" (with its group). "stale"
+            counts each run whose tokens became older than ``max_staleness``. Such a sample has not
+            failed: it runs again, and does not use ``retries``.
         concurrency: current maximum of samples that run at a time.
         turns, generated_tokens, prompt_tokens, cached_tokens: of all turns. Cached tokens are
             prompt tokens that came from the prefix cache.
@@ -130,6 +136,8 @@ class RolloutMetrics(msgspec.Struct, frozen=True, kw_only=True):
     branches: int = 0
     named_rewards: dict[str, float] = msgspec.field(default_factory=dict)
     step: StepMetrics = StepMetrics()
+    groups_stale: int = 0
+    groups_postponed: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -245,9 +253,9 @@ class MetricsRecorder:
     def count_reward(self, reward: float) -> None:
         self._rewards.append(reward)
 
-    def count_taken(self, group: Group, staleness: int) -> None:
+    def count_taken(self, group: Group) -> None:
         """Record a group that a consumer has taken, or is about to take with others."""
-        self._staleness += staleness
+        self._staleness += group.staleness
         rewards = [trajectory.reward for trajectory in group.trajectories]
         mean = sum(rewards) / len(rewards)
         self._group_stds.add(math.sqrt(sum((r - mean) ** 2 for r in rewards) / len(rewards)))
@@ -299,6 +307,8 @@ class MetricsRecorder:
             groups_running=len(plan.live) - len(plan.ready) if runs else 0,
             samples_running=plan.running if runs else 0,
             samples_lost=dict(plan.lost),
+            groups_stale=plan.dropped_stale,
+            groups_postponed=len(plan.late),
             concurrency=self._limit.value,
             mean_reward=sum(self._rewards) / len(self._rewards) if self._rewards else math.nan,
             mean_staleness=self._staleness / plan.taken if plan.taken else 0.0,

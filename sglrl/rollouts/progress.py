@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ..core.rollout_group import STALE
 from ..inference.display import can_redraw
 from .metrics import RolloutMetrics
 
@@ -91,7 +92,10 @@ def describe(metrics: RolloutMetrics) -> str:
         parts.append(f"groups ready {metrics.groups_ready}")
     if metrics.mean_staleness:
         parts.append(f"staleness {metrics.mean_staleness:.2f}")
-    lost = sum(metrics.samples_lost.values())
+    stale = metrics.samples_lost.get(STALE, 0)
+    lost = sum(metrics.samples_lost.values()) - stale
     if lost or metrics.groups_filtered:
         parts.append(f"{lost} lost, {metrics.groups_filtered} filtered")
+    if stale:
+        parts.append(f"{stale} stale")
     return ", ".join(parts)

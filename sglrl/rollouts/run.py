@@ -93,7 +93,10 @@ def rollout(
             length.
         max_staleness: with policy version v at most ``(v + max_staleness + 1) * batch_size`` groups
             begin, and no delivered token is more versions old than this. 0 is synchronous
-            training: every token is of the current policy. None: no bound.
+            training: every token is of the current policy. None: no bound. With ``lora``, versions
+            are those of the adapter and of the model: each token is as old as the older of the two.
+            A sample that becomes too old runs again, without using ``retries``. An item that is too
+            slow three times waits until no other item is left, and a warning names it.
         timeout: seconds that a sample may take, without pauses. After that the sample is cancelled
             and lost. An agent may fail to end within 5 s after its cancellation, for any reason.
             Then it is closed where it waits, its stack is logged, and the run continues or ends
@@ -110,13 +113,16 @@ def rollout(
             attempts has failed, because the agent raised or was late. The error states the most
             frequent error. The latest attempts are 4 times ``concurrency``, and at least 64. None:
             no limit.
-        min_group: a group with fewer samples left is given up. None: 2, or 1 if ``group_size`` is
-            1.
+        min_group: a group with fewer samples left is given up. A group with as many is delivered
+            without its lost samples, so it may have fewer than ``group_size`` trajectories. None:
+            2, or 1 if ``group_size`` is 1.
         keep: returns False to filter out a finished group. Another group takes its place in the
             batch. See ``sglrl.rl.has_signal``.
         open_session: returns the arguments of ``Client.session`` for an item.
-        ahead: maximum finished groups that wait to be taken; at this number no further group
-            begins. None: 64, or two batches if that is more.
+        ahead: maximum finished groups that wait to be taken. All running groups may finish before
+            one is taken, so no more than this run or wait, or than a waiting ``take`` asks for.
+            None: no group begins while 64 groups wait, or two batches if that is more. Running
+            groups may then come on top.
         processes: run the agents in this many separate processes, and not on this event loop. This
             is for agents that compute. See below.
         gateway: agents may use the session over HTTP: ``session.base_url`` and

@@ -11,7 +11,9 @@ import asyncio
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from ..core import rollout_plan as core
+from ..core import rollout_group as core
+from ..core.policy_versions import PolicyClock
+from ..core.rollout_plan import Plan
 from ..errors import Closed, DeadlineExceeded, UsageError, WorkerLost
 from ..sessions.trajectory import Trajectory
 from .agent import Agent
@@ -46,7 +48,7 @@ class Runner:
         client: Client,
         agent: Agent,
         config: RolloutConfig,
-        plan: core.Plan,
+        plan: Plan,
         items: Items,
         limit: SampleLimit,
         failures: FailurePolicy,
@@ -108,7 +110,7 @@ class Runner:
                 raise Closed("the run was closed while it started")
             self._limit.begin()
             weights = self._client._pool.weights
-            self._plan.version = self._plan.first_version = weights.version
+            self._plan.clock = PolicyClock(self._client.policy_versions)
             weights.on_version.add(self._on_version)
             self._metrics.begin()
             self._progress.begin()
@@ -173,7 +175,7 @@ class Runner:
         finally:
             self._end_watch()
             self._metrics.end()
-            self._failures.log_totals(self._plan.dropped, self._plan.taken)
+            self._failures.log_totals(self._plan)
             self._delivery.notify()
 
     async def _run_samples(self) -> None:
@@ -219,6 +221,8 @@ class Runner:
             plan.begin(*found)
         if items.exhausted and not plan.exhausted:
             plan.exhausted = True
+            # Groups that were postponed may begin now.
+            self._wake.set()
             self._delivery.notify()
         if plan.over:
             self._wake.set()
@@ -226,7 +230,7 @@ class Runner:
 
     def _start(self, sample: core.Sample) -> None:
         try:
-            self._host.begin(sample, self._plan.version)
+            self._host.begin(sample, self._plan.clock.versions)
         except Exception as error:
             self._failed(sample, error)
 
@@ -255,7 +259,7 @@ class Runner:
     def _done(self, sample: core.Sample, trajectory: Trajectory) -> None:
         self._failures.count_success()
         self._metrics.count_reward(trajectory.reward)
-        ready = self._plan.done(sample, trajectory, trajectory.oldest_version)
+        ready = self._plan.done(sample, trajectory, trajectory.oldest_versions)
         self._settle(sample.group, ready)
 
     def _failed(self, sample: core.Sample, error: Exception, fatal: bool = False) -> None:
@@ -291,32 +295,38 @@ class Runner:
             self._delivery.arrived(ready)
         if group.state is not core.RUNNING:
             self._host.forget(group)
-            if group.state is core.DROPPED:
+            if group.state in (core.DROPPED, core.POSTPONED):
                 self._give_up(group.samples)
         self._changed()
 
     def _changed(self) -> None:
+        self._log_too_slow()
         self._progress.show(self._metrics.snapshot)
         self._wake.set()
 
     def _on_version(self) -> None:
         plan = self._plan
         live = list(plan.live)
-        plan.advance(self._client.weight_version)
+        plan.advance(self._client.policy_versions)
         for group in live:
             if group not in plan.live:
-                # The group was dropped.
+                # The group was dropped or postponed.
                 self._host.forget(group)
             if plan.max_staleness is not None:
                 self._give_up(group.samples)
+        self._log_too_slow()
         self._wake.set()
         self._delivery.notify()
+
+    def _log_too_slow(self) -> None:
+        while self._plan.too_slow:
+            self._failures.log_too_slow(self._plan.too_slow.popleft(), self._plan)
 
     def _give_up(self, samples: Iterable[core.Sample]) -> None:
         """Cancel the running samples that are no longer useful."""
         for sample in samples:
             if sample.state is core.RUNNING and self._plan.is_stale(
-                sample, self._host.oldest_version(sample)
+                sample, self._host.oldest_versions(sample)
             ):
                 alive = sample.group.state is core.RUNNING
                 self._host.give_up(sample, core.STALE if alive else core.GIVEN_UP)

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Self, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from ..core.policy_versions import MODEL
 from ..core.seeds import MOST_SEED, derived_seed
 from ..core.turn_tree import ROOT
 from ..driver.driver import now
@@ -445,6 +446,11 @@ class Session:
 
         While the first token is being sampled, this is a lower bound. Before that, it is None.
         """
+        return self._shared.oldest.get(MODEL)
+
+    @property
+    def oldest_versions(self) -> dict[str, int]:
+        """As ``oldest_version``, by adapter; "" is the model. See ``Trajectory``."""
         return self._shared.oldest
 
     @property

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
+from ..core.policy_versions import Versions, oldest_of
 from ..driver.driver import now
 from .history import History
 
@@ -22,8 +23,8 @@ class Shared:
     Attributes:
         closed: no more turn begins.
         refused: a turn failed because the client no longer accepts calls.
-        running: the turns that are being sampled, with a lower bound of the policy version of their
-            first token, if it is known.
+        running: the turns that are being sampled, with a lower bound of the policy versions of
+            their first token, if it is known.
         generating: total seconds in which turns were sampled.
     """
 
@@ -31,20 +32,18 @@ class Shared:
         self.history = history
         self.metadata = dict(metadata)
         self.closed = self.refused = False
-        self.running: dict[Turn, int | None] = {}
+        self.running: dict[Turn, Versions | None] = {}
         self.generating = 0.0
         self.began = now()
-        self._oldest: int | None = None
+        self._oldest: Versions = {}
         self._sampling = self._numbered = 0
         self._since = 0.0
 
     @property
-    def oldest(self) -> int | None:
-        """A lower bound of the policy version of all sampled tokens."""
-        bounds = [version for version in self.running.values() if version is not None]
-        if self._oldest is not None:
-            bounds.append(self._oldest)
-        return min(bounds, default=None)
+    def oldest(self) -> dict[str, int]:
+        """A lower bound of the versions of each policy that has sampled a token."""
+        bounds = [versions for versions in self.running.values() if versions is not None]
+        return oldest_of([self._oldest, *bounds])
 
     def close(self) -> None:
         self.closed = True
@@ -67,6 +66,6 @@ class Shared:
         self._numbered += 1
         return self._numbered - 1
 
-    def sampled(self, version: int) -> None:
-        """Record the policy version of the first token of a turn."""
-        self._oldest = version if self._oldest is None else min(self._oldest, version)
+    def sampled(self, versions: Versions) -> None:
+        """Record the policy versions of the first token of a turn."""
+        self._oldest = oldest_of([self._oldest, versions])

@@ -14,6 +14,7 @@ import numpy as np
 from msgspec.structs import force_setattr
 from numpy.typing import NDArray
 
+from ..core.policy_versions import MODEL
 from ..errors import ProtocolError, UsageError
 from ..inference.completion import Completion, Decode
 from ..inference.display import html, preview
@@ -27,6 +28,7 @@ from .arrays import (
     joined_masks,
     read_only,
 )
+from .oldest import oldest_of_leaves, oldest_of_turns
 from .record import Record, record_of_rows, rows_of
 from .rewards import Reward, number
 from .tensors import Layout, stack
@@ -196,7 +198,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         mask: list[bytes] = []
         logprobs: list[bytes] = []
         versions: list[bytes] = []
-        version = oldest = -1
+        version = -1
         word = _NO_VERSION
         at = 0
         ended = turns[0]._submitted if turns else 0.0
@@ -214,8 +216,6 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
                 if chunk.version != version:
                     version = chunk.version
                     word = version.to_bytes(4, "little")
-                    if version < oldest or oldest < 0:
-                        oldest = version
                 mask.append(b"\1" * new)
                 logprobs.append(chunk.logprobs if completion._wants_logprobs else _NAN * new)
                 versions.append(word * new)
@@ -234,6 +234,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
                     seconds=completion._finished - completion._submitted,
                     seconds_before=completion._submitted - ended,
                     rewards=named,
+                    lora=completion.lora or "",
                 )
             )
             ended = completion._finished
@@ -252,20 +253,20 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
             timing,
             metadata,
             messages,
-            oldest,
+            oldest_of_turns(turns),
             joined_masks(size, starts, turns),
             joined_loras(size, starts, turns),
             routed,
         )
 
     @classmethod
-    def from_record(cls, record: Record, oldest: int | None = None) -> Trajectory:
+    def from_record(cls, record: Record, oldest: dict[str, int] | None = None) -> Trajectory:
         """Make a trajectory from the record of another process of this run.
 
         The constructor in that process has checked the values.
 
         Args:
-            oldest: ``oldest_version`` of the trajectory, if it is known.
+            oldest: ``oldest_versions`` of the trajectory, if they are known.
 
         Raises:
             ProtocolError: the lengths of the arrays do not match.
@@ -316,7 +317,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         timing: TrajectoryTiming,
         metadata: dict[str, Any],
         messages: list[dict[str, Any]] | None,
-        oldest: int | None,
+        oldest: dict[str, int] | None,
         allowed: SamplingMask | None,
         loras: NDArray[np.int32] | None,
         routed: NDArray[Any] | None,
@@ -336,14 +337,14 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         force_setattr(self, "lora_versions", loras)
         force_setattr(self, "routed_experts", routed)
         if oldest is not None:
-            self.__dict__["oldest_version"] = oldest
+            self.__dict__["oldest_versions"] = oldest
         return self
 
     def with_branches(self, branches: Sequence[Trajectory]) -> Trajectory:
         """Set the branches. Return the trajectory."""
         if branches:
             force_setattr(self, "branches", tuple(branches))
-            self.__dict__.pop("oldest_version", None)
+            self.__dict__.pop("oldest_versions", None)
         return self
 
     def __repr__(self) -> str:
@@ -415,7 +416,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         # The decoder is not a field, and not copied.
         last = copy(self)
         force_setattr(last, "branches", ())
-        last.__dict__.pop("oldest_version", None)
+        last.__dict__.pop("oldest_versions", None)
         return (*self.branches, last if self._decode is None else last.with_decode(self._decode))
 
     @property
@@ -443,11 +444,18 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
                 found[reward.name] = found.get(reward.name, 0.0) + reward.value
         return found
 
-    @cached_property
+    @property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled a token, of the branches too; -1: none was."""
-        sampled = np.concatenate([leaf.versions[leaf.loss_mask] for leaf in (self, *self.branches)])
-        return int(sampled.min()) if len(sampled) else -1
+        """The oldest policy version that sampled a token, of the branches too; -1: none was.
+
+        It is the version of the model. ``oldest_versions`` also has those of adapters.
+        """
+        return self.oldest_versions.get(MODEL, -1)
+
+    @cached_property
+    def oldest_versions(self) -> dict[str, int]:
+        """``oldest_version`` by adapter: "" is the model, others are the names in ``Turn.lora``."""
+        return oldest_of_leaves([self, *self.branches])
 
     @property
     def newest_version(self) -> int:

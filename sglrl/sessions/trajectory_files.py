@@ -113,8 +113,9 @@ def to_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -
     """Write one JSON object for each trajectory, for people and other programs.
 
     ``save`` and ``load`` are smaller and faster. An object has the fields of ``Trajectory``, and
-    ``reward``, ``finish_reason``, ``oldest_version`` and ``text`` (null without a tokenizer). A NaN
-    in ``logprobs`` is null. ``sampling_mask`` is null, or a list of token ids for each position.
+    ``reward``, ``finish_reason``, ``oldest_version``, ``oldest_versions`` and ``text`` (null
+    without a tokenizer). A NaN in ``logprobs`` is null. ``sampling_mask`` is null, or a list of
+    token ids for each position.
     ``lora_versions`` is null without an adapter. ``routed_experts`` is left out.
 
     Raises:
@@ -147,6 +148,7 @@ def _fields(trajectory: Trajectory) -> dict[str, Any]:
         "reward": trajectory.reward,
         "finish_reason": trajectory.finish_reason,
         "oldest_version": trajectory.oldest_version,
+        "oldest_versions": trajectory.oldest_versions,
         **{name: getattr(trajectory, name).tolist() for name in _ARRAYS},
         "sampling_mask": None if mask is None else [ids.tolist() for ids in mask.sets()],
         "lora_versions": None if loras is None else loras.tolist(),

@@ -30,6 +30,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False)
         seconds_before: seconds from the end of the previous turn to the submission of this one,
             which a tool or the environment used. 0 for the first turn.
         rewards: the named rewards that ``reward`` contains.
+        lora: the name of the adapter that sampled the turn; "": none.
     """
 
     start: int
@@ -43,6 +44,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False)
     seconds: float = 0.0
     seconds_before: float = 0.0
     rewards: tuple[Reward, ...] = ()
+    lora: str = ""
 
 
 class TrajectoryTiming(NamedTuple):
@@ -101,7 +103,7 @@ def _checked_turn(index: int, turn: Any) -> Turn:
         value = getattr(turn, name)
         if name in ("reward", "seconds", "seconds_before"):
             values[name] = number(f"{where}.{name}", value)
-        elif name == "finish_reason":
+        elif name in ("finish_reason", "lora"):
             if not isinstance(value, str):
                 raise UsageError(f"{where}.{name} must be a text, got {value!r}")
             values[name] = value

@@ -6,6 +6,7 @@ import asyncio
 
 from ..actors.actor import deadline_from
 from ..core.calls import Call
+from ..core.policy_versions import MODEL
 from ..core.prefixes import Route
 from ..errors import Closed, InvalidRequest, UsageError
 from ..inference.completion import Completion
@@ -131,10 +132,9 @@ class TurnSampler:
         while completion is None or completion._chunks[-1].finish == "abort":
             if self.has_closed:
                 raise Closed("the session was closed")
-            version = spec.weights.version
             if completion is None or not len(completion.output_ids):
                 # No token of this turn will have an older version.
-                running[self] = version
+                running[self] = spec.requests.versions(spec.lora)
             if not ids.startswith(self._route.tokens):
                 self._route = Route(b"")
             self._route.extend(ids, spec.requests.version(spec.lora))
@@ -161,7 +161,10 @@ class TurnSampler:
                 raise
             if not self.continues:
                 break
-        first = next((chunk.version for chunk in completion._chunks if chunk.ids), running[self])
+        first = next((chunk for chunk in completion._chunks if chunk.ids), None)
         if first is not None:
-            self._shared.sampled(first)
+            own = {spec.lora: first.lora_version} if spec.lora else {}
+            self._shared.sampled({MODEL: first.version, **own})
+        elif (bound := running[self]) is not None:
+            self._shared.sampled(bound)
         return completion

@@ -57,7 +57,7 @@ class WeightChannel(DriverListener):
     Attributes:
         on_updated: called after every update, and when sleeping weights are back. Workers that
             have the current weights now may serve at once.
-        on_version: called when ``version`` has changed.
+        on_version: called when ``version``, or the version of an adapter, has changed.
         host: the address at which workers reach a sender in this process.
         workers_return: a rank whose connection breaks connects again, and says hello again.
     """

@@ -25,7 +25,7 @@ class WeightsPort(Protocol):
 
     @property
     def on_version(self) -> set[Callable[[], None]]:
-        """Functions to call when ``version`` has changed."""
+        """Functions to call when ``version``, or the version of an adapter, has changed."""
         ...
 
     @property

@@ -84,6 +84,7 @@ class PoolStatus(msgspec.Struct, array_like=True, gc=False, frozen=True):
     version: of the weights.
     queued, queued_bytes: calls that wait at the driver, and the bytes that they hold.
     queued_clients: how many clients these calls come from.
+    lora_versions: of each adapter that was ever loaded, by name.
     """
 
     version: int
@@ -91,6 +92,7 @@ class PoolStatus(msgspec.Struct, array_like=True, gc=False, frozen=True):
     workers: list[WorkerStatus]
     queued_bytes: int = 0
     queued_clients: int = 0
+    lora_versions: dict[str, int] = {}
 
 
 class Welcome(msgspec.Struct, array_like=True, frozen=True, tag=63):

@@ -14,7 +14,7 @@ import pytest
 
 import sglrl
 from sglrl.core.calls import Call
-from sglrl.core.rollout_plan import Group, Sample
+from sglrl.core.rollout_group import Group, Sample
 from sglrl.rollouts import Session
 
 

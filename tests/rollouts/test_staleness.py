@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import sglrl
+from sglrl.core.rollout_group import MOST_STALE
 from sglrl.rl import has_signal
 from sglrl.rollouts import delivery, lost_weights
 
@@ -74,7 +75,11 @@ async def test_tokens_that_are_too_old_are_not_handed_out(client: sglrl.Client) 
         assert (tries[0], tries[1]) == (2, 2)
 
 
-async def test_a_group_that_has_lost_samples_is_looked_at_again(client: sglrl.Client) -> None:
+async def test_a_sample_that_is_always_too_old_is_lost_in_the_end(
+    client: sglrl.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its group is judged without it. The trainer makes new weights without any group."""
+
     async def agent(session: sglrl.Session, item: Any) -> sglrl.Trajectory:
         await session.generate(max_new_tokens=2)
         number = session.metadata["sample"]
@@ -91,7 +96,41 @@ async def test_a_group_that_has_lost_samples_is_looked_at_again(client: sglrl.Cl
         new_weights(client)
         assert await run.take(1) == []
         assert run.metrics.groups_filtered == 1
-        assert run.metrics.samples_lost == {"stale": 1}
+        assert run.metrics.samples_lost["stale"] == 2 * MOST_STALE
+        assert run.metrics.samples_retried == run.metrics.groups_dropped == 0
+    assert caplog.text.count("item 0 is too slow") == 2
+    assert "the item is sampled again when no other item is left" in caplog.text
+    assert "the sample is lost" in caplog.text
+
+
+async def test_a_run_ends_though_an_item_is_always_too_slow(
+    client: sglrl.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The trainer makes new weights without waiting for groups."""
+    held = asyncio.Event()
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        await session.generate(max_new_tokens=2)
+        held.set()
+        await asyncio.Event().wait()
+        return 1.0
+
+    async with sglrl.rollout(client, agent, ITEMS[3:4], batch_size=1, max_staleness=1) as run:
+        taking = asyncio.create_task(run.take())
+        for _ in range(2 * MOST_STALE):
+            await held.wait()
+            held.clear()
+            new_weights(client)
+            new_weights(client)
+        assert await taking == []
+        state = run.state_dict()
+    metrics = run.metrics
+    assert (metrics.groups_dropped, metrics.groups_stale, metrics.groups_postponed) == (1, 1, 0)
+    assert metrics.samples_lost == {"stale": 2 * MOST_STALE, "given up": 1}
+    assert "1 groups were dropped because of stale samples" in caplog.text
+    assert "failed samples" not in caplog.text
+    assert "item 0 is too slow" in caplog.text
+    assert state["unfinished"] == []
 
 
 async def test_a_first_turn_that_failed_has_no_version() -> None:

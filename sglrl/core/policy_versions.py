@@ -1,0 +1,90 @@
+"""The versions of the policies that sample in a run: the model, and adapters of it.
+
+Each policy has its own counter. ``MODEL`` is the name of the model itself, and each adapter has its
+name. A token of an adapter also depends on the weights of the model, so it has two versions, and
+its age is the larger one of the two ages. The oldest versions of many tokens are a mapping with the
+oldest version of each policy. The largest age of these tokens follows from it.
+
+Pure: no clock, no I/O.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+MODEL: Final = ""
+"""The name of the model among the names of its adapters."""
+
+Versions = Mapping[str, int]
+"""Versions by the name of the policy."""
+
+
+def oldest_of(all_versions: Iterable[Versions]) -> dict[str, int]:
+    """Return the oldest version of each policy."""
+    found: dict[str, int] = {}
+    for versions in all_versions:
+        for name, version in versions.items():
+            found[name] = min(version, found.get(name, version))
+    return found
+
+
+def age(now: Versions, oldest: Versions) -> int:
+    """Return the age of the oldest token, in versions. It is at least 0.
+
+    Args:
+        now: the current versions. A policy that is not in it has not changed.
+        oldest: the oldest version of each policy that sampled a token.
+    """
+    return max([0, *(now.get(name, version) - version for name, version in oldest.items())])
+
+
+class PolicyClock:
+    """The current versions, and the number of training steps that they stand for.
+
+    A trainer may update several policies in one step, for example two adapters. So updates of
+    different policies count as one step, unless a group was taken between them. Updates of one
+    policy count as one step each. Updates of policies that the run does not use do not count.
+
+    Args:
+        versions: the versions at the begin of the run.
+    """
+
+    def __init__(self, versions: Versions) -> None:
+        self.versions = dict(versions)
+        self._used = {MODEL}
+        self._steps = 0
+        """Number of steps before the last group was taken."""
+        self._since: dict[str, int] = {}
+        """Number of new versions of each policy since then."""
+
+    @property
+    def steps(self) -> int:
+        """Number of training steps since the begin of the run."""
+        return self._steps + max(self._since.values(), default=0)
+
+    def use(self, names: Iterable[str]) -> None:
+        """Count the updates of these policies from now on."""
+        self._used.update(names)
+
+    def advance(self, versions: Versions) -> None:
+        """Set the versions of new weights."""
+        for name, version in versions.items():
+            new = version - self.versions.get(name, version)
+            if new > 0 and name in self._used:
+                self._since[name] = self._since.get(name, 0) + new
+        self.versions.update(versions)
+
+    def group_taken(self) -> None:
+        """Count the next update of any policy as a new step."""
+        self._steps = self.steps
+        self._since.clear()
+
+    def age(self, oldest: Versions) -> int:
+        """Return the age of the oldest token: see the function ``age``."""
+        return age(self.versions, oldest)
+
+    @property
+    def used(self) -> dict[str, int]:
+        """The current versions of the policies that the run uses."""
+        return {name: self.versions[name] for name in sorted(self._used & self.versions.keys())}
