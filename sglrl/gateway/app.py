@@ -313,7 +313,7 @@ class _NewSession(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    reward: float | dict[str, float]
+    reward: float | bool | dict[str, float | bool]
     name: str = ""
     tool_call_id: str | None = None
 

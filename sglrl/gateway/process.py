@@ -80,7 +80,11 @@ class GatewayProcess(Actor):
 
     @endpoint
     async def reward(
-        self, session: str, value: float | dict[str, float], name: str, call: str | None
+        self,
+        session: str,
+        value: float | bool | dict[str, float | bool],
+        name: str,
+        call: str | None,
     ) -> None:
         found = self._registry.by_id(session)
         if found is None:

@@ -15,7 +15,7 @@ from ..errors import UsageError
 from ..inference.number_checks import check_integer
 from ..inference.options import SamplingOptions, SessionOptions
 from ..inference.sampling import SamplingParams, own_names
-from .dataset import session_arguments
+from .dataset import prompts_of, session_arguments
 from .group import Group
 
 OnError = Literal["retry", "drop", "raise"]
@@ -97,6 +97,13 @@ class RolloutConfig:
                 raise UsageError(f"unknown argument {name!r} of rollout{hint}")
         if self.seed is not None:
             object.__setattr__(self, "values", {**self.values, "seed": self.seed})
+
+    def arguments_of(self, item: Any) -> Mapping[str, Any]:
+        """Return the arguments of the session of an item."""
+        found = self.open_session(item)
+        if self.gateway and not prompts_of(found):
+            return {**found, "promptless": True}
+        return found
 
     @property
     def sampling_values(self) -> dict[str, Any]:

@@ -147,8 +147,14 @@ def session_arguments(item: Any) -> Mapping[str, Any]:
     if isinstance(item, list) and item and all(isinstance(m, Mapping) for m in item):
         return {"messages": item}
     if isinstance(item, Mapping):
-        found = {k: item[k] for k in ("prompt", "messages", "input_ids") if k in item}
-        if len(found) == 1:
+        found = prompts_of(item)
+        if len(found) > 1:
+            raise UsageError(
+                f"this item of the data set has several prompts: {' and '.join(map(repr, found))}; "
+                "remove all but one of them, or set the others to None, or pass open_session=. "
+                f"The item: {item!r:.200}"
+            )
+        if found:
             prompt = found.get("prompt")
             return {"messages": prompt} if isinstance(prompt, list) else found
     raise UsageError(
@@ -158,11 +164,25 @@ def session_arguments(item: Any) -> Mapping[str, Any]:
 
 
 def optional_prompt(item: Any) -> Mapping[str, Any]:
-    """Return the arguments of a session for an item that may have no prompt."""
+    """Return the arguments of a session for an item that may have no prompt.
+
+    Raises:
+        UsageError: the item has several prompts.
+    """
+    if isinstance(item, Mapping) and prompts_of(item):
+        return session_arguments(item)
     try:
         return session_arguments(item)
     except UsageError:
         return {}
+
+
+def prompts_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the prompts in an item, or in the arguments of a session.
+
+    A key whose value is None is not there: data sets fill missing columns with None.
+    """
+    return {k: given[k] for k in ("prompt", "messages", "input_ids") if given.get(k) is not None}
 
 
 def _iterator(dataset: Any) -> Iterator[Any] | AsyncIterator[Any]:

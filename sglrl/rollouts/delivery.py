@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglrl.rollout")
 
 _HINT_SECONDS: Final = 10.0
-"""Wait of a consumer before the log says that only new weights will help."""
+"""Wait of a consumer before the log says what it waits for, and between two looks at that."""
+_FIRST_GROUPS: Final = "first groups"
+"""A reason to wait that needs no log entry after the first groups."""
 
 
 class Delivery:
@@ -57,6 +59,9 @@ class Delivery:
         self._turn = asyncio.Lock()
         """Held by the consumer that gets the next groups. The others wait in order."""
         self._arrival: asyncio.Future[None] | None = None
+        self._hint_timer: asyncio.TimerHandle | None = None
+        self._hinted: set[str] = set()
+        """The reasons to wait that are in the log since the last groups were taken."""
         self._failure: BaseException | None = None
         self._closed = False
 
@@ -100,6 +105,7 @@ class Delivery:
                     return []
                 found, self._partial = self._partial[:n], self._partial[n:]
                 if found:
+                    self._hinted = {_FIRST_GROUPS}
                     self._metrics.count_delivery()
                 return found
         except TimeoutError:
@@ -114,7 +120,7 @@ class Delivery:
     async def _wait_for(self, n: int) -> None:
         """Wait for ``n`` groups, or for all remaining groups if there are fewer."""
         loop = asyncio.get_running_loop()
-        hint = loop.call_later(_HINT_SECONDS, self._hint)
+        self._hint_timer = loop.call_later(_HINT_SECONDS, self._hint)
         self._plan.wanted = n
         self._on_taken()
         try:
@@ -130,7 +136,7 @@ class Delivery:
                     await self._arrival
         finally:
             self._plan.wanted = 0
-            hint.cancel()
+            self._hint_timer.cancel()
 
     def _check_end(self) -> None:
         """Raise an error if the run has ended for another reason than the end of the data set."""
@@ -139,9 +145,17 @@ class Delivery:
             raise self._items.error
 
     def _hint(self) -> None:
-        """Warn if a waiting consumer waits for new weights, because it may not know this."""
+        """Log what a waiting consumer waits for, because it may not know this. Look again later."""
+        loop = asyncio.get_running_loop()
+        self._hint_timer = loop.call_later(_HINT_SECONDS, self._hint)
         plan = self._plan
-        if plan.needs_weights() and not plan.running:
+        states = [worker.state for worker in self._client.workers]
+        if not {"ready", "stale"} & {*states} and self._is_new("workers"):
+            logger.warning(
+                "a rollout waits for a worker to start; the states of the workers are: %s",
+                ", ".join(states) or "none",
+            )
+        if plan.needs_weights() and not plan.running and self._is_new("weights"):
             used = plan.clock.used
             named = [
                 f"version {used.pop(MODEL)}",
@@ -155,6 +169,23 @@ class Delivery:
                 plan.batch_size,
                 ", ".join(named),
             )
+
+        elif serves and plan.running and self._is_new(_FIRST_GROUPS):
+            logger.warning(
+                "a rollout waits for its first groups: %d samples run, of %d groups of up to %d "
+                "samples each, and %d groups are ready of the %d that are wanted",
+                plan.running,
+                len(plan.live) - len(plan.ready),
+                plan.group_size,
+                len(plan.ready),
+                plan.wanted,
+            )
+
+    def _is_new(self, reason: str) -> bool:
+        """Return whether the log does not have a reason to wait yet. It has it from now on."""
+        new = reason not in self._hinted
+        self._hinted.add(reason)
+        return new
 
     def _take_ready(self, n: int) -> bool:
         """Return whether there are ``n`` groups. Take them only then, or at the end."""

@@ -73,7 +73,7 @@ class RolloutProgress:
             self._bar = None
 
     def _draw(self, metrics: RolloutMetrics) -> None:
-        text = describe(metrics)
+        text = describe(metrics, self._total)
         if self._bar is None:
             logger.info("%s", text)
             return
@@ -81,21 +81,29 @@ class RolloutProgress:
         self._bar.update(self._line, completed=done, description=text)
 
 
-def describe(metrics: RolloutMetrics) -> str:
-    """One line."""
+def describe(metrics: RolloutMetrics, total: int | None = None) -> str:
+    """Return the metrics as one line.
+
+    Args:
+        total: the number of items of the data set, if it is known.
+    """
+    done = metrics.groups_taken
     parts = [
+        f"{done} groups taken" if total is None else f"{done} of {total} groups taken",
         f"reward {metrics.mean_reward:.3f}",
-        f"{metrics.samples_running} of {metrics.concurrency} running",
+        f"{metrics.samples_running} of {metrics.concurrency} samples running",
         f"{metrics.tokens_per_second:,.0f} tokens/s",
     ]
     if metrics.groups_ready:
-        parts.append(f"groups ready {metrics.groups_ready}")
+        parts.append(f"{metrics.groups_ready} groups ready")
     if metrics.mean_staleness:
         parts.append(f"staleness {metrics.mean_staleness:.2f}")
     stale = metrics.samples_lost.get(STALE, 0)
     lost = sum(metrics.samples_lost.values()) - stale
     if lost or metrics.groups_filtered:
-        parts.append(f"{lost} lost, {metrics.groups_filtered} filtered")
+        parts.append(f"{lost} samples lost, {metrics.groups_filtered} groups filtered")
+    if metrics.groups_dropped:
+        parts.append(f"{metrics.groups_dropped} groups dropped")
     if stale:
-        parts.append(f"{stale} stale")
+        parts.append(f"{stale} samples stale")
     return ", ".join(parts)

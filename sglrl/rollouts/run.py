@@ -198,7 +198,7 @@ class Rollout:
     """A run of an agent over a data set; see ``rollout``.
 
     ``async for group in run`` is sufficient. ``async with run`` also ends the remaining work when
-    the block is left early. A run supports only one consumer at a time.
+    the block is left early. Consumers that wait at the same time get their groups in order.
     """
 
     def __init__(
@@ -314,7 +314,8 @@ class Rollout:
 
         Return fewer groups at the end of the data set, and none when there are no more. The ready
         group with the oldest tokens comes first. A cancelled or late call loses nothing: the next
-        call returns its groups.
+        call returns its groups. Calls that wait at the same time, also those of ``batches``, are
+        served one after the other.
 
         Raises:
             DeadlineExceeded: fewer than ``n`` groups were ready within ``timeout`` seconds. With

@@ -61,7 +61,7 @@ class Rewards:
         """Add rewards to those of a turn. If one is wrong, add none.
 
         Raises:
-            UsageError: a value is not a number, or a sum is not finite in float32.
+            UsageError: a value is not a number, or a sum is not finite in float32. True is 1.
         """
         total = self.totals[turn]
         if isinstance(value, Mapping):
@@ -74,7 +74,7 @@ class Rewards:
         for key, one in given.items():
             if not isinstance(key, str):
                 raise UsageError(f"the name of a reward must be a text, got {key!r:.200}")
-            amount = number("a reward", one)
+            amount = number("a reward", float(one) if isinstance(one, (bool, np.bool_)) else one)
             weight = self._weights.get(key, 1.0) if key else 1.0
             total += weight * amount
             if not abs(total) <= MOST_REWARD:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 import numpy as np
@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from ..config import install
 from ..errors import UsageError
 from ..inference.sampling_mask import SamplingMask
+from .whole_groups import Given, each_trajectory
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -58,7 +59,7 @@ class TrajectoryArrays(Protocol):
 
 
 def stack(
-    trajectories: Iterable[TrajectoryArrays],
+    trajectories: Given[TrajectoryArrays],
     layout: Layout = "padded",
     *,
     pad_token_id: int = 0,
@@ -69,7 +70,9 @@ def stack(
 ) -> TensorDict:
     """Stack trajectories into a TensorDict on the CPU, with batch size [n].
 
-    Each trajectory is one of the n rows. A trajectory with branches is several: its ``leaves``.
+    Each trajectory is one of the n rows. A trajectory with branches is several: its ``leaves``. Of
+    a ``Group``, all trajectories are stacked. A group has fewer than ``group_size`` if it has lost
+    samples.
 
     Keys per token, over prompt and response, have the shape [n, t]. Nothing is shifted: the value
     at a position describes the token at this position. The logits of that token are those of the
@@ -124,11 +127,16 @@ def stack(
         metadata: names of metadata to include. Every trajectory must have them.
 
     Raises:
-        UsageError: there are no trajectories, a trajectory is longer than ``pad_to`` or lacks a
-            requested metadata name, or padding is requested in the jagged layout.
+        UsageError: there are no trajectories, an item is neither a trajectory nor a group, a
+            trajectory is longer than ``pad_to`` or lacks a requested metadata name, or padding is
+            requested in the jagged layout.
         ImportError: tensordict is not installed.
     """
-    whole = list(trajectories)
+    whole = list(each_trajectory(trajectories))
+    for index, one in enumerate(whole):
+        if not hasattr(one, "leaves"):
+            kind = type(one).__name__
+            raise UsageError(f"item {index} is a {kind}, not a Trajectory or a Group")
     if not whole:
         raise UsageError("there are no trajectories to stack")
     rows = [(i, leaf) for i, trajectory in enumerate(whole) for leaf in trajectory.leaves]

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, BinaryIO, Final
 from zlib import crc32
 
@@ -29,6 +29,7 @@ from .atomic_file import new_content
 from .record import Record, rows_of
 from .trajectory import Trajectory, record_of
 from .turn import Turn
+from .whole_groups import Given, each_trajectory
 
 _MAGIC: Final = b"sglrltrj"
 _VERSION: Final = 1
@@ -37,8 +38,8 @@ _FRAME: Final = struct.Struct("<QI")
 _ARRAYS: Final = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions")
 
 
-def save(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
-    """Write trajectories to a file that ``load`` reads.
+def save(path: str | os.PathLike[str], trajectories: Given[Trajectory]) -> None:
+    """Write trajectories, or those of groups, to a file that ``load`` reads.
 
     The file is written under a temporary name in the same folder. It is renamed when all of it is
     on disk, so ``path`` is never half written.
@@ -47,13 +48,13 @@ def save(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> No
     are lists, and numpy numbers are Python numbers.
 
     Raises:
-        UsageError: an item is not a ``Trajectory``, or its metadata cannot be encoded.
+        UsageError: an item is not a ``Trajectory`` or a ``Group``, or metadata cannot be encoded.
         OSError: the folder is not writable. Nothing has changed.
     """
     with new_content(path) as file:
         file.write(_HEADER.pack(_MAGIC, _VERSION, 0))
         count = 0
-        for count, trajectory in enumerate(trajectories, 1):
+        for count, trajectory in enumerate(each_trajectory(trajectories), 1):
             record = _encode(trajectory, count - 1)
             file.write(_FRAME.pack(len(record), crc32(record)))
             file.write(record)
@@ -109,8 +110,8 @@ def load(path: str | os.PathLike[str], *, tokenizer: Any = None) -> list[Traject
     return found
 
 
-def to_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
-    """Write one JSON object for each trajectory, for people and other programs.
+def to_jsonl(path: str | os.PathLike[str], trajectories: Given[Trajectory]) -> None:
+    """Write one JSON object for each trajectory, also of groups, for people and other programs.
 
     ``save`` and ``load`` are smaller and faster. An object has the fields of ``Trajectory``, and
     ``reward``, ``finish_reason``, ``oldest_version``, ``oldest_versions`` and ``text`` (null
@@ -119,17 +120,18 @@ def to_jsonl(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -
     ``lora_versions`` is null without an adapter. ``routed_experts`` is left out.
 
     Raises:
-        UsageError: an item is not a ``Trajectory``, or its metadata cannot be encoded.
+        UsageError: an item is not a ``Trajectory`` or a ``Group``, or metadata cannot be encoded.
         OSError: the file cannot be written.
     """
     with new_content(path) as file:
-        for index, trajectory in enumerate(trajectories):
+        for index, trajectory in enumerate(each_trajectory(trajectories)):
             file.write(_json_line(trajectory, index))
 
 
 def _json_line(trajectory: Trajectory, index: int) -> bytes:
     if not isinstance(trajectory, Trajectory):
-        raise UsageError(f"item {index} is a {type(trajectory).__name__}, not a Trajectory")
+        kind = type(trajectory).__name__
+        raise UsageError(f"item {index} is a {kind}, not a Trajectory or a Group")
     try:
         # msgspec writes NaN as null.
         return msgspec.json.encode(_fields(trajectory), enc_hook=_plain) + b"\n"
@@ -192,7 +194,8 @@ _decoder = msgspec.msgpack.Decoder(Record)
 
 def _encode(trajectory: Trajectory, index: int) -> bytes:
     if not isinstance(trajectory, Trajectory):
-        raise UsageError(f"item {index} is a {type(trajectory).__name__}, not a Trajectory")
+        kind = type(trajectory).__name__
+        raise UsageError(f"item {index} is a {kind}, not a Trajectory or a Group")
     try:
         return _encoder.encode(record_of(trajectory))
     except (TypeError, ValueError, OverflowError, RecursionError) as error:

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 import sglrl
+from sglrl.rollouts import session_arguments
+from sglrl.rollouts.dataset import optional_prompt
 
 from .agents import (
     ITEMS,
@@ -118,3 +120,43 @@ async def test_a_data_set_that_is_cancelled_from_within(client: sglrl.Client, wa
             if len(taken) == 2:
                 both_taken.set()
     assert sorted(taken) == [0, 1]
+
+
+@pytest.mark.parametrize("processes", [None, 2])
+async def test_columns_that_are_none_are_not_there(
+    client: sglrl.Client, processes: int | None
+) -> None:
+    items = [
+        {"messages": None, "prompt": None, "input_ids": [5, 6, 7], "id": 0},
+        {"messages": [{"role": "user", "content": "Hi"}], "prompt": None, "input_ids": None},
+    ]
+    assert session_arguments(items[1]) == {"messages": items[1]["messages"]}
+    run = sglrl.rollout(client, two_turns_of_one_item, items[:1], processes=processes)
+    async with run:
+        (group,) = await run.take()
+    assert group.trajectories[0].prompt_ids.tolist() == [5, 6, 7]
+    for item in ({"prompt": None}, {"messages": None, "answer": "4"}, {}):
+        with pytest.raises(sglrl.UsageError, match="has no prompt"):
+            session_arguments(item)
+
+
+async def two_turns_of_one_item(session: sglrl.Session, item: dict[str, Any]) -> float:
+    return await two_turns(session, item)
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"prompt": "a", "messages": [{"role": "user", "content": "b"}]},
+        {"prompt": "a", "input_ids": [1], "messages": None},
+        {"prompt": "", "input_ids": []},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("prompt_of", [session_arguments, optional_prompt])
+def test_an_item_with_several_prompts(item: dict[str, Any], prompt_of: Any) -> None:
+    names = [
+        repr(name) for name in ("prompt", "messages", "input_ids") if item.get(name) is not None
+    ]
+    with pytest.raises(sglrl.UsageError, match=f"several prompts: {' and '.join(names)}"):
+        prompt_of(item)

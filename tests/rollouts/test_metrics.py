@@ -5,15 +5,26 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 import sglrl
-from sglrl.rollouts import Distribution, RolloutMetrics, Trajectory
+from sglrl.rollouts import (
+    Distribution,
+    RolloutMetrics,
+    Trajectory,
+    delivery,
+    load,
+    save,
+    stack,
+    to_jsonl,
+)
 
-from .agents import ITEMS, SOME_ITEMS
+from .agents import ITEMS, SOME_ITEMS, two_turns
 
 
 def make_agent() -> Any:
@@ -129,3 +140,66 @@ async def test_old_trajectories_leave_the_distributions(client: sglrl.Client) ->
     latest = [t for group in groups[-1024:] for t in group.trajectories]
     assert run.metrics.reward_std == pytest.approx(np.std([t.reward for t in latest]))
     assert run.metrics.response_tokens.mean == np.mean([len(t.response_ids) for t in latest])
+
+
+async def test_groups_are_stacked_and_saved_as_their_trajectories(
+    client: sglrl.Client, tmp_path: Path
+) -> None:
+    """One of the groups has lost a sample."""
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        reward = await two_turns(session, item)
+        if (item["id"], session.metadata["sample"]) == (1, 2):
+            raise ValueError("lost")
+        return reward + session.metadata["sample"] / 3
+
+    async with sglrl.rollout(client, agent, ITEMS[:2], group_size=3, on_error="drop") as run:
+        groups = sorted(await run.take(2), key=lambda group: group.index)
+    made = [trajectory for group in groups for trajectory in group.trajectories]
+    assert len(made) == 5
+    assert repr(groups[0]) == (
+        "<Group of item 0: 3 trajectories, 0 failed, rewards [0, 0.3333, 0.6667]>"
+    )
+    for given, wanted in ((groups, made), ([groups[1], made[0]], [*made[3:], made[0]])):
+        assert (stack(given) == stack(wanted)).all()
+        save(tmp_path / "file", given)
+        assert [t.metadata for t in load(tmp_path / "file")] == [t.metadata for t in wanted]
+        to_jsonl(tmp_path / "lines", given)
+        assert len((tmp_path / "lines").read_text().splitlines()) == len(wanted)
+    assert (stack(groups[1]) == stack(made[3:])).all()
+    for wrong in ([groups], [5], [made[0], "text"]):
+        with pytest.raises(sglrl.UsageError, match="not a Trajectory or a Group"):
+            stack(wrong)  # type: ignore[arg-type]
+
+
+async def test_progress_names_groups(
+    client: sglrl.Client, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "sglrl.rollout")
+    async with sglrl.rollout(client, two_turns, ITEMS[:3], progress=True) as run:
+        await run.take(3)
+    assert "3 of 3 groups taken" in caplog.text
+
+
+async def test_the_log_says_what_the_first_groups_wait_for(
+    client: sglrl.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(delivery, "_HINT_SECONDS", 0.02)
+    gate = asyncio.Event()
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        await gate.wait()
+        return await two_turns(session, item)
+
+    async with sglrl.rollout(client, agent, ITEMS[:3], group_size=2, concurrency=6) as run:
+        with pytest.raises(sglrl.DeadlineExceeded):
+            await run.take(2, timeout=0.3)
+        assert caplog.text.count("waits for its first groups: 6 samples run, of 3 groups") == 1
+        starting = [msgspec.structs.replace(client.workers[0], state="starting")]
+        monkeypatch.setattr(sglrl.Client, "workers", starting)
+        with pytest.raises(sglrl.DeadlineExceeded):
+            await run.take(2, timeout=0.3)
+        assert caplog.text.count("waits for a worker to start") == 1
+        monkeypatch.undo()
+        gate.set()
+        assert len(await run.take(3)) == 3

@@ -261,3 +261,80 @@ async def test_progress_is_logged_where_there_is_no_terminal(
     async for _ in sglrl.rollout(client, two_turns, ITEMS, progress=False):
         pass
     assert not caplog.messages
+
+
+async def test_consumers_are_served_in_order(client: sglrl.Client) -> None:
+    """The first of them may be cancelled, and one that is late loses nothing."""
+    gate = asyncio.Event()
+
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        await gate.wait()
+        return await one_turn(session, item)
+
+    async with sglrl.rollout(client, agent, ITEMS[:14], batch_size=2, concurrency=4) as run:
+        batches = run.batches()
+        first, second, third, fourth = takes = [
+            asyncio.create_task(coroutine)
+            for coroutine in (run.take(3), run.take(3), anext(batches), run.take(20))
+        ]
+        late = asyncio.create_task(run.take(1, timeout=0.05))
+        with pytest.raises(sglrl.DeadlineExceeded):
+            await late
+        first.cancel()
+        gate.set()
+        done, _ = await asyncio.wait([second])
+        assert done == {second}
+        sizes = [len(await task) for task in takes[1:]]
+        assert sizes == [3, 2, 9]
+        assert first.cancelled()
+        groups = [*await second, *await third, *await fourth]
+        assert sorted(group.index for group in groups) == [*range(14)]
+        assert await run.take() == await run.take() == []
+
+
+@pytest.mark.parametrize("how", ["closed", "failed"])
+async def test_all_consumers_that_wait_are_told_of_the_end(client: sglrl.Client, how: str) -> None:
+    begun = asyncio.Event()
+
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        begun.set()
+        if how == "failed":
+            raise KeyError("lost")
+        await asyncio.Event().wait()
+        return 1.0
+
+    async with sglrl.rollout(client, agent, ITEMS, on_error="raise") as run:
+        takes = [asyncio.create_task(run.take(3)) for _ in range(3)]
+        await begun.wait()
+        if how == "closed":
+            await run.close()
+            assert [await task for task in takes] == [[], [], []]
+        else:
+            for task in takes:
+                with pytest.raises(KeyError):
+                    await task
+
+
+async def test_no_more_groups_wait_than_may(client: sglrl.Client) -> None:
+    """All samples that run end at the same time."""
+    gate = asyncio.Event()
+    running = 0
+
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        nonlocal running
+        running += 1
+        await gate.wait()
+        return await one_turn(session, item)
+
+    async with sglrl.rollout(client, agent, ITEMS, concurrency=32, ahead=8) as run:
+        while running < 8:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        gate.set()
+        while run.metrics.samples_running:
+            await client.generate(input_ids=[1], max_new_tokens=1)
+        assert (run.metrics.groups_ready, running) == (8, 8)
+        # A consumer may ask for more at a time.
+        assert len(await run.take(20)) == 20
+        while run.metrics.samples_running:
+            await client.generate(input_ids=[1], max_new_tokens=1)
+        assert run.metrics.groups_ready <= 20

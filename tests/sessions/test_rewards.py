@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import pytest_asyncio
 
@@ -159,3 +160,27 @@ async def test_turns_check_their_rewards(client: sglrl.Client) -> None:
     assert turn.rewards == ()
     with pytest.raises(sglrl.UsageError, match=r"turns\[0\].rewards must be rewards"):
         made.replace(turns=(wrong,))
+
+
+@pytest.mark.parametrize("true", [True, np.True_, np.array(True)], ids=["bool", "numpy", "array"])
+async def test_a_bool_is_a_reward(client: sglrl.Client, true: Any) -> None:
+    false = False if true is True else np.logical_not(true)
+
+    async def agent(session: sglrl.Session, item: Any) -> Any:
+        await session.generate()
+        if item["kind"] == "call":
+            session.reward(true, "named")
+            session.reward(true)
+            session.reward({"other": false})
+            return None
+        return true if item["kind"] == "value" else {"right": true, "wrong": false}
+
+    items = [{"input_ids": [1], "kind": kind} for kind in ("call", "value", "names")]
+    rewards, named = {}, {}
+    async for group in sglrl.rollout(client, agent, items, max_new_tokens=2):
+        (made,) = group.trajectories
+        rewards[group.item["kind"]] = made.reward
+        named |= made.named_rewards
+    assert rewards == {"call": 2.0, "value": 1.0, "names": 1.0}
+    assert named == {"named": 1.0, "other": 0.0, "right": 1.0, "wrong": 0.0}
+    assert all(type(value) is float for value in named.values())

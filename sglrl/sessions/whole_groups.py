@@ -1,0 +1,35 @@
+"""Trajectories from lists of trajectories, of groups, or of both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+One = TypeVar("One")
+One_co = TypeVar("One_co", covariant=True)
+
+
+class WholeGroup(Protocol[One_co]):
+    """A ``rollouts.Group``, which is in a package above this one."""
+
+    @property
+    def trajectories(self) -> Sequence[One_co]: ...
+
+
+Given = Iterable[One | WholeGroup[One]] | WholeGroup[One]
+"""Trajectories, or groups of them, or one group."""
+
+
+def each_trajectory(given: Given[One]) -> Iterator[One]:
+    """Yield the given trajectories, and those of the given groups, in order."""
+    whole: Any = [given] if _is_group(given) else given
+    for one in whole:
+        if _is_group(one):
+            yield from one.trajectories
+        else:
+            yield one
+
+
+def _is_group(given: Any) -> bool:
+    # Sessions have a method of this name.
+    return isinstance(getattr(given, "trajectories", None), tuple)
