@@ -6,7 +6,7 @@
 * ``agent_tasks``, ``task_ending``: agents in this process, and agents that do not end;
 * ``agent_processes``, ``agent_worker``, ``agent_messages``: agents in processes of their own;
 * ``agent``: one sample, in any process;
-* ``dataset``, ``state_file``: the items, and which of them are finished;
+* ``dataset``, ``fingerprint``, ``state_file``: the items, and which of them are finished;
 * ``sample_limit``: the number of samples that run at a time;
 * ``delivery``, ``group``: ready groups on their way to the consumer;
 * ``failures``, ``metrics``, ``progress``: what failed samples lead to, and counts.

@@ -1,11 +1,13 @@
 """Read a data set item by item, and make the arguments of a session for an item.
 
-At most one item is read ahead. Reading never delays a sample.
+At most one item is read ahead, and after a resumption the unfinished items of the earlier run.
+Reading never delays a sample.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import (
     AsyncIterable,
     AsyncIterator,
@@ -17,7 +19,11 @@ from collections.abc import (
 )
 from typing import Any
 
+import msgspec
+
 from ..errors import SglrlError, UsageError
+from .fingerprint import Fingerprint
+from .state_file import State
 from .task_ending import Owner
 
 StartTask = Callable[[Coroutine[Any, Any, None], Owner], "asyncio.Task[None]"]
@@ -32,11 +38,12 @@ class Items:
             turns out to be exhausted.
 
     Attributes:
-        error: the exception, if the data set raised one.
+        error: the exception, if the data set raised one, or is not that of ``state``.
         total: number of items that must be run, or None if the data set does not know it.
 
     Raises:
-        UsageError: the data set cannot be iterated, or ``state`` is wrong.
+        UsageError: the data set cannot be iterated, ``state`` is wrong, or it is of a data set of
+            another length.
     """
 
     title = "the data set"
@@ -45,28 +52,30 @@ class Items:
         self, dataset: Any, state: Mapping[str, Any] | None, on_read: Callable[[], None]
     ) -> None:
         self._source = _iterator(dataset)
-        self._begun_before, self._unfinished_before = _checked_state(state)
-        """The earlier run began the items below this number, and left some of them unfinished."""
+        self._before = _checked_state(state)
+        self._unfinished_before = set(self._before.unfinished)
         self._on_read = on_read
-        self._next: tuple[int, Any] | None = None
+        self._next: deque[tuple[int, Any]] = deque()
+        """Items that were read and not taken."""
+        self._fingerprint = Fingerprint()
         self._reading: asyncio.Task[None] | None = None
         self._read = 0
         self._ended = False
         self.error: Exception | None = None
-        self.total = _length(dataset)
-        if self.total is not None:
-            finished = self._begun_before - len(self._unfinished_before)
-            self.total -= min(self.total, finished)
-
-    @property
-    def read_ahead(self) -> int | None:
-        """The number of the item that was read and not taken."""
-        return None if self._next is None else self._next[0]
+        self.total = self._length = _length(dataset)
+        if self._length is not None:
+            before = self._before
+            known = before.length
+            if known not in (None, self._length) or self._length < before.next:
+                had = f"at least {before.next}" if known is None else str(known)
+                raise _mismatch(f"it was saved over {had} items, and this one has {self._length}")
+            finished = before.next - len(self._unfinished_before)
+            self.total = self._length - min(self._length, finished)
 
     @property
     def exhausted(self) -> bool:
         """Whether there are no more items."""
-        return self._ended and self._next is None
+        return self._ended and not self._next
 
     def state_dict(self, next_index: int, unfinished: set[int]) -> dict[str, Any]:
         """Return the ``state`` for a later run over the same data set.
@@ -75,12 +84,16 @@ class Items:
             next_index: the items from this number on were not taken from here.
             unfinished: numbers of the items that were taken and are not finished.
         """
+        before = self._before
         unread = {index for index in self._unfinished_before if index >= self._read}
-        if (ahead := self.read_ahead) is not None and ahead < self._begun_before:
-            unread.add(ahead)
+        unread |= {index for index, _ in self._next if index < before.next}
+        known = self._read >= before.read
         return {
-            "next": max(next_index, self._begun_before),
+            "next": max(next_index, before.next),
             "unfinished": sorted(unfinished | unread),
+            "length": before.length if self._length is None else self._length,
+            "read": self._read if known else before.read,
+            "fingerprint": self._fingerprint.text if known else before.fingerprint,
         }
 
     def take(self, start: StartTask) -> tuple[int, Any] | None:
@@ -90,30 +103,34 @@ class Items:
         item.
         """
         self.look(start)
-        found, self._next = self._next, None
-        return found
+        return self._next.popleft() if self._is_ready else None
+
+    @property
+    def _is_ready(self) -> bool:
+        """Whether there is an item, and all items of the earlier run are known to be the same."""
+        return bool(self._next) and (self._ended or self._read >= self._before.read)
 
     def look(self, start: StartTask) -> None:
         """Read the next item, or find out that there is none."""
         source = self._source
         if isinstance(source, AsyncIterator):
-            if self._next is None and not self._ended and self._reading is None:
+            if not self._is_ready and not self._ended and self._reading is None:
                 self._reading = start(self._read_next(source), self)
             return
-        while self._next is None and not self._ended:
+        while not self._is_ready and not self._ended:
             try:
                 self._came(next(source))
             except StopIteration:
-                self._ended = True
+                self._end()
             except Exception as error:
                 self.error, self._ended = error, True
 
     async def _read_next(self, source: AsyncIterator[Any]) -> None:
         try:
-            while self._next is None:
+            while not self._is_ready and not self._ended:
                 self._came(await anext(source))
         except StopAsyncIteration:
-            self._ended = True
+            self._end()
         except Exception as error:
             self.error, self._ended = error, True
         except asyncio.CancelledError as error:
@@ -132,8 +149,28 @@ class Items:
 
     def _came(self, item: Any) -> None:
         index, self._read = self._read, self._read + 1
-        if index >= self._begun_before or index in self._unfinished_before:
-            self._next = (index, item)
+        self._fingerprint.add(item)
+        before = self._before
+        if index >= before.next or index in self._unfinished_before:
+            self._next.append((index, item))
+        if self._read == before.read and before.fingerprint not in ("", self._fingerprint.text):
+            self._reject(
+                f"the fingerprint of its first {before.read} items is {before.fingerprint}, and "
+                f"that of this one {self._fingerprint.text}"
+            )
+
+    def _end(self) -> None:
+        self._ended = True
+        needed = max(self._before.read, self._before.next)
+        if self._read < needed:
+            self._reject(
+                f"it was saved over at least {needed} items, and this one has {self._read}"
+            )
+
+    def _reject(self, reason: str) -> None:
+        """End the data set, because it is not that of the earlier run. None of its items runs."""
+        self.error, self._ended = _mismatch(reason), True
+        self._next.clear()
 
 
 def session_arguments(item: Any) -> Mapping[str, Any]:
@@ -208,10 +245,18 @@ def _length(dataset: Any) -> int | None:
         return None
 
 
-def _checked_state(state: Mapping[str, Any] | None) -> tuple[int, set[int]]:
+def _mismatch(reason: str) -> UsageError:
+    return UsageError(
+        f"state= is of another data set: {reason}. Pass the data set of the earlier run, with its "
+        "items in the same order, or leave state out to run all items. If the data set is the same "
+        "and its items differ in each program, remove 'length' and 'fingerprint' from the state"
+    )
+
+
+def _checked_state(state: Mapping[str, Any] | None) -> State:
     if state is None:
-        return 0, set()
+        return State(0, [])
     try:
-        return int(state["next"]), {int(i) for i in state["unfinished"]}
-    except (KeyError, TypeError, ValueError) as error:
+        return msgspec.convert(dict(state), State)
+    except (TypeError, ValueError, msgspec.MsgspecError) as error:
         raise UsageError(f"state was not made by state_dict(): {error!r}") from None

@@ -169,8 +169,7 @@ class Delivery:
                 plan.batch_size,
                 ", ".join(named),
             )
-
-        elif serves and plan.running and self._is_new(_FIRST_GROUPS):
+        elif "ready" in states and plan.running and self._is_new(_FIRST_GROUPS):
             logger.warning(
                 "a rollout waits for its first groups: %d samples run, of %d groups of up to %d "
                 "samples each, and %d groups are ready of the %d that are wanted",

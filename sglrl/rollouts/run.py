@@ -131,7 +131,9 @@ def rollout(
         progress: show the progress on a terminal, or in the log. True: always. None: on a terminal
             only.
         state: the ``state_dict`` of an earlier run, or the path of a file that ``Rollout.save``
-            wrote. Items that this run had finished are skipped.
+            wrote. Items that this run had finished are skipped. The state has the length of the
+            data set, if it is known, and a fingerprint of the items that were read. If the data set
+            is another one, a ``UsageError`` names both before any item runs.
         seed: makes every sample's draws repeatable. Each turn of each attempt of each sample has
             its own seed, which is derived from this one, wherever it is given: here, in
             ``sampling``, by ``open_session``, or in ``session.generate``.
@@ -358,7 +360,8 @@ class Rollout:
     def state_dict(self) -> dict[str, Any]:
         """Return the finished items, for ``rollout(..., state=)`` over the same data set.
 
-        A group counts as finished when it is taken. Running samples run again.
+        A group counts as finished when it is taken. Running samples run again. The state also has
+        the length and a fingerprint of the data set.
         """
         return self._items.state_dict(self._plan.next_index, self._delivery.unfinished)
 

@@ -1,6 +1,6 @@
 """Save and load the state of a run. The file is JSON::
 
-{"format": "sglrl.rollout", "version": 1, "state": {"next": 7, "unfinished": [3, 5]}}
+{"format": "sglrl.rollout", "version": 1, "state": {"next": 7, "unfinished": [3, 5], ...}}
 """
 
 from __future__ import annotations
@@ -25,20 +25,31 @@ class _Header(msgspec.Struct):
     version: int
 
 
-class _State(msgspec.Struct):
-    """The keys of ``Rollout.state_dict``."""
+class State(msgspec.Struct):
+    """The keys of ``Rollout.state_dict``. States of older versions have only the first two.
+
+    Attributes:
+        next: number of items that were begun.
+        unfinished: the numbers of those that are not finished.
+        length: number of items of the data set, if it is known.
+        read: number of items that were read. They are the first ones of the data set.
+        fingerprint: the ``Fingerprint`` of these items; "": not known.
+    """
 
     next: int
     unfinished: list[int]
+    length: int | None = None
+    read: int = 0
+    fingerprint: str = ""
 
 
 class _File(_Header):
-    state: _State
+    state: State
 
 
 def save_state(path: str | os.PathLike[str], state: Mapping[str, Any]) -> None:
     """Write the ``state_dict`` of a run to a file that ``load_state`` reads."""
-    content = _File(_FORMAT, _VERSION, _State(state["next"], state["unfinished"]))
+    content = _File(_FORMAT, _VERSION, State(**state))
     with new_content(path) as file:
         file.write(msgspec.json.encode(content))
 

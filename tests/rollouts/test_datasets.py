@@ -90,7 +90,7 @@ async def test_an_item_that_was_read_and_not_begun_is_not_done(client: sglrl.Cli
     async with sglrl.rollout(client, one_turn, ITEMS[:12], **arguments) as run:
         (first,) = await run.take(1)
         # No more groups may begin, and the run has already read the next item.
-        while run._items.read_ahead is None:  # noqa: ASYNC110
+        while run.state_dict()["read"] < 6:  # noqa: ASYNC110
             await asyncio.sleep(0)
         found = run.state_dict()
     assert first.index == 3

@@ -1,0 +1,84 @@
+"""A fingerprint of the items of a data set, which is the same in another process."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping, Set
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+_MOST_VALUES: Final = 1024
+"""Values of an array that count."""
+_DEEPEST: Final = 32
+
+
+class Fingerprint:
+    """The fingerprint of a sequence of items.
+
+    Texts, numbers, arrays, lists, mappings, dataclasses and msgspec structs count with their
+    values. Other objects count with the name of their class, because their text may differ from
+    process to process. A large array counts with its shape and its first values.
+    """
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def add(self, item: Any) -> None:
+        self._add(item, 0)
+
+    @property
+    def text(self) -> str:
+        """The fingerprint of all items so far, in hexadecimal digits."""
+        return self._hash.hexdigest()
+
+    def _put(self, tag: str, content: bytes = b"") -> None:
+        # With the length, two values are never the same bytes as another value.
+        self._hash.update(f"{tag}{len(content)}:".encode())
+        self._hash.update(content)
+
+    def _add(self, value: Any, depth: int) -> None:
+        if isinstance(value, np.generic):
+            value = value.item()
+        if value is None or isinstance(value, (bool, int, float, complex)):
+            self._put("v", repr(value).encode())
+        elif isinstance(value, str):
+            self._put("s", value.encode("utf-8", "surrogatepass"))
+        elif isinstance(value, (bytes, bytearray, memoryview)):
+            self._put("b", bytes(value))
+        elif depth >= _DEEPEST:
+            self._put("deep")
+        elif isinstance(value, np.ndarray):
+            first = value.reshape(-1)[:_MOST_VALUES]
+            self._put("a", f"{value.dtype.str} {value.shape}".encode())
+            self._add(first.tolist(), depth + 1)
+        elif isinstance(value, (list, tuple)):
+            self._put(f"l{len(value)}")
+            for one in value:
+                self._add(one, depth + 1)
+        elif isinstance(value, Mapping):
+            self._add_mapping(value, depth)
+        elif isinstance(value, Set):
+            self._put(f"t{len(value)}", "".join(sorted(map(_alone, value))).encode())
+        elif isinstance(value, msgspec.Struct):
+            self._add_mapping(msgspec.structs.asdict(value), depth)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+            names = [field.name for field in dataclasses.fields(value)]
+            self._add_mapping({name: getattr(value, name, None) for name in names}, depth)
+        else:
+            self._put("o", type(value).__qualname__.encode())
+
+    def _add_mapping(self, value: Mapping[Any, Any], depth: int) -> None:
+        self._put(f"m{len(value)}")
+        for key in sorted(value, key=_alone):
+            self._add(key, depth + 1)
+            self._add(value[key], depth + 1)
+
+
+def _alone(value: Any) -> str:
+    """Return the fingerprint of one value, by which unordered values are sorted."""
+    made = Fingerprint()
+    made.add(value)
+    return made.text
