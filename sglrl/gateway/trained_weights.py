@@ -218,6 +218,8 @@ class TrainedWeights:
             inflight=inflight,
             # Also for complete weights: the pool sees that nothing is missing.
             partial=True,
+            # A trainer that sends buckets gives all of them the version of the update.
+            same_version=bool(version) and version == client.weight_version,
             timeout=_SECONDS,
             device="cpu" if client.info.device == "cpu" else settings.weight_device,
             host=settings.weights_host,

@@ -40,6 +40,7 @@ class WeightMethods(ClientBase):
         inflight: str = "continue",
         mode: str = "auto",
         partial: bool = False,
+        same_version: bool = False,
         bucket_bytes: int | None = None,
         timeout: float = 60.0,
         drain_timeout: float = 600.0,
@@ -77,6 +78,10 @@ class WeightMethods(ClientBase):
                 live weights. A worker that does not receive all of them is killed.
                 "auto": "full" if there is room, else "bucketed".
             partial: allow missing tensors. They keep their values.
+            same_version: this is a further part of the last update, so the version stays: an update
+                in five parts is one version, for ``max_staleness`` too, if its last four parts have
+                ``same_version=True``. Needs ``partial=True``. Parts do not share KV cache. A worker
+                that missed a part is not current: it gets the weights of another worker.
             bucket_bytes: bytes per bucket in which tensors are sent. The sender holds two buckets.
                 None: 256 MB to 1 GB, depending on the size of the model.
             timeout: seconds from this call until the update must have begun. Until then another
@@ -96,8 +101,8 @@ class WeightMethods(ClientBase):
                 adapter as for ``load_lora``, and ``version`` is the adapter's own version
                 (``Completion.lora_versions``). Running requests continue with the new adapter.
                 ``inflight`` is "continue", "retract" or "abort", which aborts only the requests of
-                this adapter. ``mode``, ``partial``, ``bucket_bytes``, ``drain_timeout``, ``device``
-                and ``host`` must have their defaults.
+                this adapter. ``mode``, ``partial``, ``same_version``, ``bucket_bytes``,
+                ``drain_timeout``, ``device`` and ``host`` must have their defaults.
             config: of the adapter, as for ``load_lora``. None: the rank and the scaling stay.
 
         Raises:
@@ -118,6 +123,7 @@ class WeightMethods(ClientBase):
             inflight=inflight,
             mode=mode,
             partial=partial,
+            same_version=same_version,
             bucket_bytes=bucket_bytes,
             timeout=timeout,
             drain_timeout=drain_timeout,
@@ -128,10 +134,11 @@ class WeightMethods(ClientBase):
             if config is not None:
                 raise UsageError("config= is for an adapter: give its name with lora=")
             return await self._weights.update(weights, request, device=device, host=host)
-        unused = (mode, partial, bucket_bytes, drain_timeout, device, host)
-        if unused != ("auto", False, None, 600.0, None, None):
+        unused = (mode, partial, same_version, bucket_bytes, drain_timeout, device, host)
+        if unused != ("auto", False, False, None, 600.0, None, None):
             raise UsageError(
-                "mode, partial, bucket_bytes, drain_timeout, device and host are not for lora="
+                "mode, partial, same_version, bucket_bytes, drain_timeout, device and host are not "
+                "for lora="
             )
         return await self._adapters.replace(lora, weights, config, request)
 
@@ -142,6 +149,7 @@ class WeightMethods(ClientBase):
         version: int | None = None,
         inflight: str = "continue",
         partial: bool = False,
+        same_version: bool = False,
         timeout: float = 300.0,
         drain_timeout: float = 600.0,
         wait: bool = True,
@@ -162,6 +170,7 @@ class WeightMethods(ClientBase):
             version=version,
             inflight=inflight,
             partial=partial,
+            same_version=same_version,
             timeout=timeout,
             drain_timeout=drain_timeout,
             wait=wait,

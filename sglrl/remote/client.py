@@ -173,6 +173,7 @@ class _RemoteSender:
             request.drain_timeout,
             request.wait,
             request.check_finite,
+            request.same_version,
         )
         self._pool.weights.set_version(report.version)
         return report

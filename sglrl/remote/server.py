@@ -124,12 +124,14 @@ class PoolEndpoints(Actor):
         drain_timeout: float,
         wait: bool,
         check_finite: bool = True,
+        same_version: bool = False,
     ) -> UpdateReport:
         return await self._client.update_weights_from_disk(
             path,
             version=version,
             inflight=inflight,
             partial=partial,
+            same_version=same_version,
             timeout=seconds,
             drain_timeout=drain_timeout,
             wait=wait,

@@ -97,6 +97,11 @@ class Kept:
         for worker in [worker for worker in self.sizes if self._host(worker) == host]:
             del self.sizes[worker]
 
+    def forget_all(self) -> None:
+        """Do not use any copy: a part of the weights has changed since, with the same version."""
+        self._versions.clear()
+        self.sizes.clear()
+
     def keeps(self, host: str, version: int) -> bool:
         """Return whether a host keeps this version."""
         return self._versions.get(host) == version

@@ -245,6 +245,7 @@ class Sender:
         inflight: str = "continue",
         mode: str = "auto",
         partial: bool = False,
+        same_version: bool = False,
         bucket_bytes: int | None = None,
         timeout: float = 60.0,
         drain_timeout: float = 600.0,
@@ -273,6 +274,7 @@ class Sender:
             inflight=inflight,
             mode=mode,
             partial=partial,
+            same_version=same_version,
             bucket_bytes=bucket_bytes,
             timeout=timeout,
             drain_timeout=drain_timeout,
@@ -360,6 +362,7 @@ class Sender:
                     request.wait,
                     request.drain_timeout,
                     time.perf_counter() - request.begun,
+                    request.same_version,
                 )
             )
             while not future.done():

@@ -186,6 +186,7 @@ class RemoteSource:
             wait=proposal.wait,
             drain_timeout=proposal.drain_timeout,
             begun=begun,
+            same_version=proposal.same_version,
         )
         if proposal.tensors != self._specs:
             self._specs = proposal.tensors

@@ -41,6 +41,7 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One weight update as its caller requests it.
 
     Attributes:
+        same_version: a further part of the last update, so ``version`` does not rise.
         bucket_bytes: the size of a bucket; None: a size that suits the model.
         folder: the folder from which the workers read the weights themselves.
         seen: the ``fingerprint`` of the folder's files.
@@ -60,6 +61,7 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     check_finite: bool = True
     folder: str = ""
     seen: list[tuple[str, int, int, int]] = []
+    same_version: bool = False
     begun: float = msgspec.field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -102,9 +104,12 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
             current: the version that the workers have.
 
         Raises:
-            UsageError: a value is wrong, or the version is not above ``current``.
+            UsageError: a value is wrong, or the version is not above ``current``, or
+                ``same_version`` does not fit.
         """
         self.check_values()
+        if self.same_version:
+            return self._check_same(current)
         version = current + 1 if self.version is None else index(self.version)
         if version <= current:
             raise UsageError(
@@ -112,6 +117,24 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 f"got {version!r}"
             )
         return version
+
+    def _check_same(self, current: int) -> int:
+        if not self.partial:
+            raise UsageError(
+                "same_version=True is for a further part of an update: pass partial=True, or leave "
+                "same_version out if these are all weights"
+            )
+        if self.version not in (None, current):
+            raise UsageError(
+                f"same_version=True keeps the version of the last update, {current}, but version "
+                f"is {self.version!r}: pass one of them"
+            )
+        if not current:
+            raise UsageError(
+                "same_version=True needs an update before: the workers have the weights of the "
+                "start, version 0. Send the first part without same_version"
+            )
+        return current
 
     def check_values(self) -> None:
         """Check the values that do not depend on the version that the workers have.
@@ -127,6 +150,7 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 raise UsageError(f"{name} must be one of {', '.join(known)}, got {value!r}")
         for name, switch in (
             ("partial", self.partial),
+            ("same_version", self.same_version),
             ("wait", self.wait),
             ("check_finite", self.check_finite),
         ):

@@ -24,7 +24,7 @@ from .sender_group import SenderGroup, check_settings
 from .update_report import UpdateReport
 from .update_request import Source, UpdateRequest
 from .update_run import UpdateRun
-from .versions import Versions
+from .versions import UNKNOWN, Versions
 
 logger = logging.getLogger("sglrl.weights")
 
@@ -62,6 +62,7 @@ class Updates:
         self._versions = versions
         self._ranks = ranks
         self._questions = questions
+        self._kept = kept
         self._safekeeping = safekeeping
         self._expel = expel
         self._on_done = on_done
@@ -263,6 +264,10 @@ class Updates:
         self._versions.current, self._versions.forgotten = run.version, False
         if self._description is not None and not run.request.partial:
             self._description = known_after(self._description, run.request.specs)
+        if run.request.same_version:
+            # The other workers and the hosts lack this part.
+            self._versions.of = dict.fromkeys(self._versions.of, UNKNOWN)
+            self._kept.forget_all()
         for rank in run.left:
             # A lost rank may have a replacement, which does not have the new weights.
             if not rank.lost:

@@ -9,7 +9,8 @@ from ..errors import UsageError
 from .ranks import Rank, Ranks
 
 UNKNOWN: Final = -1
-"""The version of a worker that was away during an update, or whose weights were freed."""
+"""The version of a worker that was away during an update, lacks a part of its version, or has freed
+its weights."""
 
 
 class Versions:

@@ -252,6 +252,7 @@ class Propose(msgspec.Struct, array_like=True, frozen=True, tag=42):
     timeout, drain_timeout: seconds.
     waited: seconds of ``timeout`` that have passed since the caller called.
     wait: wait for an update that runs, instead of raising ``UpdateInProgress``.
+    same_version: see ``UpdateRequest``.
     """
 
     id: int
@@ -265,6 +266,7 @@ class Propose(msgspec.Struct, array_like=True, frozen=True, tag=42):
     wait: bool
     drain_timeout: float = 600.0
     waited: float = 0.0
+    same_version: bool = False
 
 
 class Withdraw(msgspec.Struct, array_like=True, frozen=True, tag=43):

@@ -51,6 +51,7 @@ def test_numbers_of_numpy_can_be_sent(name: str, value: Any) -> None:
         {"inflight": "later"},
         {"mode": ["full"]},
         {"partial": 1},
+        {"same_version": 1},
         {"wait": "no"},
         {"bucket_bytes": 0},
         {"bucket_bytes": 1.5},
@@ -67,3 +68,16 @@ def test_values_that_no_update_can_have(wrong: dict[str, Any]) -> None:
     (name,) = wrong
     with pytest.raises(UsageError, match=f"^{name} must be"):
         UpdateRequest(specs=SPECS, **wrong).check(0)
+
+
+def test_a_part_of_the_same_version() -> None:
+    part = UpdateRequest(specs=SPECS, partial=True, same_version=True)
+    assert part.check(3) == 3
+    assert msgspec.structs.replace(part, version=3).check(3) == 3
+    for wrong, current, message in (
+        ({"partial": False}, 3, "pass partial=True"),
+        ({"version": 4}, 3, "keeps the version of the last update, 3, but version is 4"),
+        ({}, 0, "Send the first part without same_version"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            msgspec.structs.replace(part, **wrong).check(current)

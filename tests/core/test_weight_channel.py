@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from sglrl.core.weight_update import COMMIT, JOIN, PREPARE, STAGE
@@ -14,6 +15,7 @@ from sglrl.errors import (
     DeadlineExceeded,
     InvalidWeights,
     ProtocolError,
+    UsageError,
     WeightUpdateError,
     WorkerLost,
 )
@@ -274,6 +276,37 @@ async def test_what_gives_all_weights_is_no_part(pool: Pool) -> None:
     await pool.goes_well(sender, [0, 1], Join, Prepare, Stage, Commit)
     assert (await again).version == 2
     assert pool.channel.versions == {0: 2, 1: 2}
+
+
+@played
+async def test_a_worker_that_missed_a_part_is_not_current(pool: Pool) -> None:
+    """All parts have one version. The parts of a lost worker count for none of its successors."""
+    other = TensorSpec("other", "float32", (1,))
+    pool.channel._description = ModelDescription([*SPECS, other], [])
+    sender = Sender(pool, "a")
+    told: list[int] = []
+    pool.channel.on_version.add(lambda: told.append(pool.channel.version))
+    part = UpdateRequest(specs=SPECS, partial=True)
+    part_of_it = msgspec.structs.replace(part, same_version=True)
+    more = UpdateRequest(specs=[other], partial=True, same_version=True)
+    with pytest.raises(UsageError, match="first part without same_version"):
+        await pool.channel.update(more, sender)
+    first = asyncio.create_task(pool.channel.update(part, sender))
+    await pool.goes_well(sender, [0, 1], Join, Prepare, Stage, Commit)
+    assert (await first).version == 1
+    pool.starting.add(1)
+    second = asyncio.create_task(pool.channel.update(more, sender))
+    await pool.goes_well(sender, [0], Join, Prepare, Stage, Commit)
+    assert (await second).version == pool.channel.version == 1
+    assert pool.channel.versions == {0: 1, 1: -1}
+    assert pool.channel.must_sync(1)
+    assert told == [1, 1]
+    # Nor does it get a third part, which would not be enough.
+    pool.starting.clear()
+    third = asyncio.create_task(pool.channel.update(part_of_it, sender))
+    await pool.goes_well(sender, [0], Prepare, Stage, Commit)
+    await third
+    assert pool.channel.versions == {0: 1, 1: -1}
 
 
 @played

@@ -252,6 +252,19 @@ async def test_a_part_of_the_weights(lab: Lab) -> None:
     assert await lab.client.verify_weights(part) == []
     differing = await lab.client.verify_weights(lab.policies[0].model)
     assert sorted(differing) == sorted(names)
+    # A further part of the same update has the same version. The parts share no KV cache.
+    prompt = list(range(5, 40))
+    for _ in range(2):
+        before = await lab.client.generate(input_ids=prompt, max_new_tokens=1)
+    assert before.cached_tokens
+    rest = {name: tensor for name, tensor in new.items() if name not in names}
+    again = await lab.client.update_weights(rest, partial=True, same_version=True)
+    assert again.version == report.version == lab.client.weight_version
+    after = await lab.client.generate(input_ids=prompt, max_new_tokens=1)
+    assert (after.cached_tokens, after.versions[0].version) == (0, report.version)
+    lab.by_version[report.version] = lab.policies[1]
+    assert await lab.client.verify_weights(lab.policies[1].model) == []
+    await lab.check(PROMPTS[:1])
     await lab.update(0)
     await lab.check(PROMPTS[:1])
 
