@@ -212,6 +212,11 @@ class BlockingClient:
         return self._client.weight_version
 
     @property
+    def policy_versions(self) -> dict[str, int]:
+        """See ``Client.policy_versions``."""
+        return self._client.policy_versions
+
+    @property
     def address(self) -> str:
         """See ``Client.address``."""
         return self._client.address

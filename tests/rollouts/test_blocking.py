@@ -58,7 +58,7 @@ def test_the_blocking_forms_have_what_the_others_have() -> None:
         (sglrl.BlockingRollout, sglrl.Rollout),
     ):
         public = {name for name in vars(other) if not name.startswith("_")}
-        internal = {"oldest_version", "concurrency", "refused", "rewarded"}
+        internal = {"oldest_version", "oldest_versions", "concurrency", "refused", "rewarded"}
         # Those of rollouts, whose agents are coroutine functions.
         internal |= {"base_url", "api_key"}
         assert public - internal <= set(dir(blocking))
