@@ -56,6 +56,7 @@ FAKE_ARGUMENTS = {
     "context_length",
     "fail_start",
     "hang_file",
+    "answers",
     "max_lora_rank",
     "lora_target_modules",
     "max_loaded_loras",

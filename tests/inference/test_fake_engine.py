@@ -49,6 +49,22 @@ async def test_generate(client: sglrl.Client) -> None:
     ]
 
 
+async def test_given_answers() -> None:
+    """Each request gets the next one, whole or cut. Later requests get their prompt."""
+    answers = [[7, 8, 9], [7, 8, 9], [7, 8, 9, 8], [4]]
+    options: dict[str, Any] = {"answers": answers, "tokens_per_step": 2, "vocab_size": 100}
+    async with sglrl.launch("fake", engine="fake", **options) as client:
+        for values, expected in (
+            ({}, ([7, 8, 9], "stop", 9)),
+            ({"max_new_tokens": 2}, ([7, 8], "length", None)),
+            ({"stop_token_ids": [8, 50]}, ([7, 8], "stop", 8)),
+            ({}, ([4], "stop", 4)),
+            ({"max_new_tokens": 3}, ([5, 5, 5], "length", None)),
+        ):
+            made = await client.generate(input_ids=[5], **values)  # type: ignore[arg-type]
+            assert (made.output_ids.tolist(), made.finish_reason, made.stop_match) == expected
+
+
 async def test_many_at_once(client: sglrl.Client) -> None:
     made = await asyncio.gather(
         *(client.generate(input_ids=[i % 1000], max_new_tokens=1 + i % 20) for i in range(3000))

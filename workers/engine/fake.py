@@ -28,6 +28,9 @@ Engine arguments:
   limits for adapters, which do not change the output. ``fail_lora``: a path; a worker that finds
   a file there removes it, and cannot prepare the adapter.
 * ``routed_experts`` (default (2, 2, 8)): layers, choices of a token in each of them, and experts e.
+* ``answers``: lists of token ids. Each request gets the next of them in place of the repeated
+  prompt, up to ``max_new_tokens`` or the first of ``stop_token_ids``. Requests after the last list
+  get the prompt.
 * ``hang_file``: a path. A worker that finds a file there in a step removes the file and hangs. If
   the file has a number, the worker first goes on until a request has that many new tokens.
 """
@@ -107,6 +110,7 @@ class FakeEngine:
         self.vocab_size = int(options.get("vocab_size", 1 << 17))
         self.context_length = int(options.get("context_length", 32_768))
         self.hidden_size = int(options.get("hidden_size", 0))
+        self.answers = deque(np.array(ids, "<i4").tobytes() for ids in options.get("answers", ()))
         self.hang_file = Path(options["hang_file"]) if "hang_file" in options else None
         self.loras = FakeAdapters(options)
         self.routed: RoutedShape | None = None
@@ -182,7 +186,8 @@ class FakeEngine:
         self.loras.check(args.lora)
         self.prompted += count
         to = self.requests if self.held_back is None else self.held_back
-        to[id_] = Running(
+        made = to[id_] = Running(
+            args.input_ids,
             args.input_ids,
             sampling.max_new_tokens,
             args.logprobs,
@@ -196,6 +201,8 @@ class FakeEngine:
             done,
             args.lora,
         )
+        if self.answers and not done:
+            made.answer_with(self.answers.popleft(), sampling.stop_token_ids)
 
     def score(self, id_: int, args: ScoreArgs) -> None:
         count = len(args.input_ids) // 4
@@ -381,7 +388,7 @@ class FakeEngine:
             self.rate.add(new, now)
             last = request.done == request.limit
             if last or request.stream or request.done - request.sent >= 16:
-                self._emit(id_, request, "length" if last else "")
+                self._emit(id_, request, request.finish if last else "")
             if last:
                 finished.append(id_)
         for id_ in finished:
@@ -396,13 +403,14 @@ class FakeEngine:
                     time.sleep(3600.0)
 
     def _emit(self, id_: int, request: Running, finish: str) -> None:
-        prompt, begin, end = request.prompt, request.sent * 4, request.done * 4
-        ids = (prompt * (end // len(prompt) + 1))[begin:end]
+        answer, begin, end = request.answer, request.sent * 4, request.done * 4
+        ids = (answer * (end // len(answer) + 1))[begin:end]
         chunk = TokenChunk(
             ids,
             self.table[begin:end] if request.logprobs else b"",
             finish,
             version=self.version,
+            stop_match=request.stop_match if finish == "stop" else None,
             lora_version=self.loras.version(request.lora),
         )
         if top := request.top:
@@ -426,7 +434,7 @@ class FakeEngine:
         routed = None
         if request.routed >= 0:
             # No step has had the last token as input.
-            routed = self.rows[request.routed : len(prompt) // 4 + request.done - 1]
+            routed = self.rows[request.routed : len(request.prompt) // 4 + request.done - 1]
             request.routed += len(routed)
         self.mailbox.put(id_, ItemKind.DONE if finish else ItemKind.CHUNK, chunk, routed)
 

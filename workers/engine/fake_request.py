@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import numpy as np
 
 
 class Running(msgspec.Struct):
@@ -10,6 +11,7 @@ class Running(msgspec.Struct):
 
     Attributes:
         prompt: int32 token ids.
+        answer: the tokens that are repeated, int32.
         limit: the number of new tokens.
         done: the number of new tokens so far.
         sent: how many of them the engine has reported.
@@ -21,6 +23,7 @@ class Running(msgspec.Struct):
     """
 
     prompt: bytes
+    answer: bytes
     limit: int
     logprobs: bool
     stream: bool
@@ -32,3 +35,20 @@ class Running(msgspec.Struct):
     done: int = 0
     sent: int = 0
     lora: str = ""
+    finish: str = "length"
+    stop_match: int | None = None
+
+    def answer_with(self, answer: bytes, stops: tuple[int, ...]) -> None:
+        """Let the request end with the answer, or with a stop token in it.
+
+        Args:
+            answer: int32 token ids.
+            stops: token ids that end the request.
+        """
+        ids = np.frombuffer(answer, "<i4")
+        ends = np.flatnonzero(np.isin(ids, stops))
+        count = int(ends[0]) + 1 if len(ends) else len(ids)
+        self.answer = answer
+        if count <= self.limit:
+            self.limit, self.finish = count, "stop"
+            self.stop_match = int(ids[count - 1])
