@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .api.blocking_rollout import BlockingRollout
     from .api.launching import launch
     from .api.running import run
+    from .config import GatewayOptions
     from .driver.worker_info import QueueInfo, WorkerInfo
     from .errors import (
         Closed,
@@ -97,6 +98,7 @@ _HOME = {
     "EngineInfo": "wire.engine",
     "EngineStats": "wire.engine",
     "Gateway": "gateway.serving",
+    "GatewayOptions": "config",
     "GatewaySession": "gateway.serving",
     "Group": "rollouts.group",
     "HostInfo": "hosts.hosts",
@@ -171,6 +173,7 @@ __all__ = [
     "EngineInfo",
     "EngineStats",
     "Gateway",
+    "GatewayOptions",
     "GatewaySession",
     "Group",
     "HostInfo",

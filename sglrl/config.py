@@ -457,6 +457,37 @@ def install(extra: str) -> str:
     return f"pip install 'sglrl[{extra}]'"
 
 
+class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """What a gateway does with parts of requests that the model cannot be shown.
+
+    Attributes:
+        unsupported_tools: tools that the model cannot be shown, because a provider's servers define
+            or run them (web search, code execution, MCP servers). "reject": the request is an
+            error. "omit": the model does not see them. A warning names each of them once.
+        later_system: messages of the role "system" after the first message. "keep": the chat
+            template writes them where they are; if it has no place for them, the request is an
+            error. "user": those directly after the first one are joined to it, and the others
+            become messages of the user. "merge": all are joined to the first one. Such a message in
+            the middle of a conversation then begins a branch.
+
+    Raises:
+        UsageError: a value is none of these.
+    """
+
+    unsupported_tools: str = "reject"
+    later_system: str = "keep"
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("unsupported_tools", ("reject", "omit")),
+            ("later_system", ("keep", "user", "merge")),
+        ):
+            value = getattr(self, name)
+            if value not in known:
+                allowed = ", ".join(map(repr, known))
+                raise UsageError(f"{name} must be one of {allowed}, got {value!r:.99}")
+
+
 def check_gateway_packages() -> None:
     """Check that the packages of the extra ``gateway`` are installed.
 

@@ -14,8 +14,10 @@ import msgspec
 
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
+from .accepted_fields import ANTHROPIC_FIELDS
 from .answers import message_of, token_counts, unsent, weight_versions
-from .anthropic_messages import Content, InputMessage, openai_messages, openai_tools
+from .anthropic_messages import Content, InputMessage, openai_messages
+from .anthropic_tools import openai_tools
 from .dialect import (
     Dialect,
     Message,
@@ -32,19 +34,6 @@ from .errors import HttpError
 
 COUNT_PATH: Final = "/v1/messages/count_tokens"
 """The endpoint that counts the tokens of a prompt, without the prefix of a session."""
-_IGNORED: Final = ("cache_control", "metadata", "service_tier")
-"""Fields that do not change the answer."""
-_NOTHING: Final[dict[str, Any]] = {
-    "context_management": (
-        None,
-        {},
-        {"edits": []},
-        {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
-    ),
-    "speed": (None, "standard"),
-}
-"""Values of fields that are not supported which ask for nothing."""
-_INSTEAD: Final = {"output_format": "output_config.format"}
 _ERRORS: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -55,6 +44,8 @@ _ERRORS: Final = {
     504: "timeout_error",
 }
 """Types of errors, by status. https://docs.anthropic.com/en/api/errors"""
+_DISPLAYS: Final = (None, "summarized", "updates", "omitted")
+"""Values of ``thinking.display``. Answers have the whole reasoning, or none of its text."""
 _SIGNATURE: Final = "sglrl"
 """The signature of reasoning. Clients expect one and send it back. Nothing is signed."""
 _BLOCKS: Final[dict[Part, tuple[str, str]]] = {
@@ -65,7 +56,7 @@ _BLOCKS: Final[dict[Part, tuple[str, str]]] = {
 that is called like its type."""
 
 
-class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class ToolChoice(msgspec.Struct, frozen=True):
     """``tool_choice``."""
 
     type: Literal["auto", "any", "tool", "none"] = "auto"
@@ -73,22 +64,21 @@ class ToolChoice(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     disable_parallel_tool_use: bool | None = None
 
 
-class Thinking(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Thinking(msgspec.Struct, frozen=True):
     """``thinking``."""
 
-    type: Literal["adaptive", "enabled", "disabled"]
-    budget_tokens: int | None = None
+    type: Literal["adaptive", "between_tools", "enabled", "disabled"]
     display: str | None = None
 
 
-class OutputFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class OutputFormat(msgspec.Struct, frozen=True):
     """``output_config.format``."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
-class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class OutputConfig(msgspec.Struct, frozen=True):
     """``output_config``."""
 
     format: OutputFormat | None = None
@@ -108,19 +98,17 @@ class MessagesRequest(SamplingFields, frozen=True, kw_only=True):
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    mcp_servers: list[dict[str, Any]] | None = None
 
     def turns(self) -> list[TurnRequest]:
         choice = self.tool_choice or ToolChoice()
         tools = openai_tools(self.tools or ())
-        if tools and choice.disable_parallel_tool_use and choice.type in ("auto", "any"):
-            raise InvalidRequest(
-                "disable_parallel_tool_use=true is not supported; tool_choice with the name of a "
-                "tool makes a single call"
-            )
+        if self.mcp_servers:
+            tools.left_out.append("mcp_servers")
         if self.thinking is not None:
             _check_thinking(self.thinking)
         made = TurnRequest(
-            messages=openai_messages(self.messages, self.system),
+            messages=openai_messages(self.messages, self.system, tools),
             stream=bool(self.stream),
             sampling={
                 **self.given_sampling(),
@@ -129,9 +117,16 @@ class MessagesRequest(SamplingFields, frozen=True, kw_only=True):
                 **_grammar(self.output_config),
             },
             tool_choice=_choice_of(choice),
-            tools=tools if tools and choice.type != "none" else None,
+            parallel_tool_calls=not (tools.shown and choice.disable_parallel_tool_use),
+            tools=tools.shown if tools.shown and choice.type != "none" else None,
+            later_tools=tools.described if choice.type != "none" else (),
+            left_out=tools.left_out,
             chat_template_kwargs=template_of(self._effort(), None, self.chat_template_kwargs),
             priority=self.priority or 0,
+            names=self.names(
+                json_schema="output_config.format",
+                **({"stop": "stop_sequences"} if self.stop_sequences else {}),
+            ),
         )
         return [made]
 
@@ -157,7 +152,7 @@ def parse(body: bytes) -> MessagesRequest:
         InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
             is not supported.
     """
-    return decode_body(body, MessagesRequest, ignored=_IGNORED, nothing=_NOTHING, instead=_INSTEAD)
+    return decode_body(body, MessagesRequest, ANTHROPIC_FIELDS)
 
 
 def _choice_of(choice: ToolChoice) -> Any:
@@ -171,12 +166,11 @@ def _choice_of(choice: ToolChoice) -> Any:
 
 
 def _check_thinking(thinking: Thinking) -> None:
-    if thinking.budget_tokens is not None:
+    if thinking.display not in _DISPLAYS:
+        known = ", ".join(map(repr, _DISPLAYS[1:]))
         raise InvalidRequest(
-            'thinking.budget_tokens is not supported; use the type "adaptive", and max_tokens'
+            f"thinking.display must be one of {known}, got {thinking.display!r:.99}"
         )
-    if thinking.display not in (None, "summarized"):
-        raise InvalidRequest(f"thinking.display {thinking.display!r} is not supported")
 
 
 def _grammar(config: OutputConfig | None) -> dict[str, Any]:
@@ -249,7 +243,7 @@ class MessagesAnswer:
         content: list[dict[str, Any]] = []
         for part, text in texts_of(message).items():
             kind, _ = _BLOCKS[part]
-            block = {"type": kind, kind: text}
+            block = {"type": kind, kind: "" if self._omits(part) else text}
             content.append({**block, "signature": _SIGNATURE} if kind == "thinking" else block)
         content += [
             {**_tool_use(call), "input": msgspec.Raw(_input_of(call).encode())}
@@ -271,7 +265,14 @@ class MessagesAnswer:
             signature = {"signature": ""} if kind == "thinking" else {}
             events = self._close() + self._open({"type": kind, kind: "", **signature})
             self._part = part
-        return events + (self._delta({"type": delta, kind: added}) if added else b"")
+        sends = added and not self._omits(part)
+        return events + (self._delta({"type": delta, kind: added}) if sends else b"")
+
+    def _omits(self, part: Part) -> bool:
+        """Return whether the client wants no text of this part."""
+        thinking = self._request.thinking
+        omits = thinking is not None and thinking.display == "omitted"
+        return omits and part == "reasoning_content"
 
     def end(self, completions: Sequence[Completion], sent: Sequence[Mapping[Part, str]]) -> bytes:
         (completion,), (before,) = completions, sent

@@ -1,4 +1,4 @@
-"""Convert messages and tools of Anthropic's API to the form of OpenAI's.
+"""Convert messages of Anthropic's API to the form of OpenAI's.
 
 https://docs.anthropic.com/en/api/messages
 """
@@ -12,26 +12,24 @@ from typing import Any, Final, Literal
 import msgspec
 
 from ..errors import InvalidRequest
+from .accepted_fields import ANTHROPIC_FIELDS
+from .anthropic_tools import Tools, described, tool_of
 from .dialect import Message, convert_fields
 
 Content = str | list[dict[str, Any]]
 """Text, or blocks."""
 
-_CACHE: Final = ("cache_control",)
-"""Fields that are ignored: prefixes are always cached."""
-_NOTHING: Final[dict[str, Any]] = {"caller": (None, {"type": "direct"})}
-"""Values of fields of blocks that ask for nothing."""
 _ACCOUNTING: Final = "x-anthropic-billing-header:"
 """Begins a line that some clients put before the system prompt, for the accounting of Anthropic's
 servers. It changes with every request, so each turn would begin another conversation.
 https://github.com/sgl-project/sglang/pull/21064"""
 
 
-class InputMessage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class InputMessage(msgspec.Struct, frozen=True):
     """An item of ``messages``."""
 
     role: Literal["user", "assistant", "system"]
-    content: Content
+    content: Content | None = None
 
 
 class TextBlock(msgspec.Struct, frozen=True):
@@ -67,36 +65,54 @@ class ToolResultBlock(msgspec.Struct, frozen=True):
     is_error: bool | None = None
 
 
-class Tool(msgspec.Struct, frozen=True):
-    """An item of ``tools``."""
+class ToolReferenceBlock(msgspec.Struct, frozen=True):
+    """The name of a deferred tool, which the model sees from here on."""
 
-    name: str
-    input_schema: dict[str, Any]
-    type: str | None = None
-    description: str | None = None
+    type: str
+    tool_name: str
 
 
-Block = TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock
+class ToolChangeBlock(msgspec.Struct, frozen=True):
+    """A tool that there is from here on, or no longer."""
+
+    type: str
+    tool: dict[str, Any]
+
+
+Block = (
+    TextBlock
+    | ThinkingBlock
+    | ToolUseBlock
+    | ToolResultBlock
+    | ToolReferenceBlock
+    | ToolChangeBlock
+)
 _KINDS: Final[dict[str, type[Block]]] = {
     "text": TextBlock,
     "thinking": ThinkingBlock,
     "tool_use": ToolUseBlock,
     "tool_result": ToolResultBlock,
+    "tool_reference": ToolReferenceBlock,
+    "tool_addition": ToolChangeBlock,
+    "tool_removal": ToolChangeBlock,
 }
 _ALLOWED: Final = {
     "assistant": ("text", "thinking", "tool_use"),
-    "system": ("text",),
-    "tool": ("text",),
+    "system": ("text", "tool_addition", "tool_removal"),
+    "tool": ("text", "tool_reference"),
     "user": ("text", "tool_result"),
 }
 """The types of blocks that a message may have, by its role. A result is one of the role "tool"."""
 
 
-def openai_messages(messages: Sequence[InputMessage], system: Content | None) -> list[Message]:
+def openai_messages(
+    messages: Sequence[InputMessage], system: Content | None, tools: Tools
+) -> list[Message]:
     """Return a conversation as messages of OpenAI's chat completions.
 
     Adjacent messages of the same role are one, and so are adjacent blocks of text. Their texts are
-    joined without a separator, as in ``check_conversation``.
+    joined without a separator, as in ``check_conversation``. Tools that messages describe are added
+    to ``tools.described``.
 
     Raises:
         InvalidRequest: there are no messages, or a block is wrong or of a type that is not
@@ -104,18 +120,19 @@ def openai_messages(messages: Sequence[InputMessage], system: Content | None) ->
     """
     if not messages:
         raise InvalidRequest("messages is empty")
+    reader = _Reader(tools)
     found: list[Message] = []
-    if text := _system(system or ""):
+    if text := reader.system(system or ""):
         found.append({"role": "system", "content": text})
     turns: list[tuple[str, list[Block]]] = []
     for number, message in enumerate(messages):
-        blocks = _blocks(message.content, message.role, f"messages[{number}].content")
+        blocks = reader.blocks(message.content, message.role, f"messages[{number}].content")
         if turns and turns[-1][0] == message.role:
             turns[-1][1].extend(blocks)
         else:
             turns.append((message.role, blocks))
     for role, blocks in turns:
-        found += [_answer(blocks)] if role == "assistant" else _inputs(role, blocks)
+        found += [_answer(blocks)] if role == "assistant" else reader.inputs(role, blocks)
     if messages[-1].role == "assistant":
         raise InvalidRequest(
             "the last message is the assistant's, and its continuation (prefill) is not supported; "
@@ -124,44 +141,88 @@ def openai_messages(messages: Sequence[InputMessage], system: Content | None) ->
     return found
 
 
-def openai_tools(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return tools as those of OpenAI's chat completions.
+class _Reader:
+    """Reads the content of messages.
 
-    Raises:
-        InvalidRequest: a tool is wrong, or Anthropic's servers define it or run it.
+    Args:
+        tools: of the request.
     """
-    found = []
-    for number, given in enumerate(tools):
-        where, type_ = f"tools[{number}]", given.get("type")
-        if type_ not in (None, "custom"):
-            raise InvalidRequest(
-                f"{where} is of type {type_!r}, and only tools with an 'input_schema' that the "
-                "client runs are supported"
-            )
-        tool = convert_fields(
-            given,
-            Tool,
-            where=where,
-            ignored=(*_CACHE, "eager_input_streaming"),
-            nothing={"allowed_callers": (None, [], ["direct"])},
-            instead={"strict": "tool_choice, whose grammar follows the schemas"},
-        )
-        function: dict[str, Any] = {"name": tool.name}
-        if tool.description is not None:
-            function["description"] = tool.description
-        function["parameters"] = tool.input_schema
-        found.append({"type": "function", "function": function})
-    return found
 
+    def __init__(self, tools: Tools) -> None:
+        self._tools = tools
+        self._functions = tools.by_name
 
-def _blocks(content: Content, role: str, where: str) -> list[Block]:
-    """Return the checked blocks of a message."""
-    if isinstance(content, str):
-        return [TextBlock("text", content)]
-    if not content and role != "assistant":
-        raise InvalidRequest(f"{where} is empty")
-    allowed = _ALLOWED[role]
-    return [_block(given, allowed, f"{where}[{at}]") for at, given in enumerate(content)]
+    def blocks(self, content: Content | None, role: str, where: str) -> list[Block]:
+        """Return the checked blocks of a message."""
+        if content is None or isinstance(content, str):
+            return [TextBlock("text", content or "")]
+        if not content and role != "assistant":
+            raise InvalidRequest(f"{where} is empty")
+        allowed, found = _ALLOWED[role], list[Block]()
+        checked = [_block(given, allowed, f"{where}[{at}]") for at, given in enumerate(content)]
+        for refers, several in groupby(checked, lambda one: isinstance(one, ToolReferenceBlock)):
+            if refers:
+                names = [one.tool_name for one in several if isinstance(one, ToolReferenceBlock)]
+                functions = [self._function(name, where) for name in names]
+                found.append(TextBlock("text", self._described(functions)))
+                continue
+            for block in several:
+                if isinstance(block, ToolChangeBlock):
+                    block = TextBlock("text", self._changed(block, where))
+                found.append(block)
+        return found
+
+    def _changed(self, block: ToolChangeBlock, where: str) -> str:
+        """Return the text that stands for a tool that there is from here on, or no longer."""
+        given = block.tool.get("definition")
+        if block.tool.get("type") == "tool_definition" and isinstance(given, Mapping):
+            function = tool_of(given, f"{where}.tool.definition").as_function()
+            self._functions[function["name"]] = function
+        else:
+            function = self._function(block.tool.get("name"), where)
+        if block.type == "tool_removal":
+            return f"The tool {function['name']} is no longer available."
+        return self._described([function])
+
+    def _described(self, functions: list[dict[str, Any]]) -> str:
+        for function in functions:
+            tool = {"type": "function", "function": function}
+            if tool not in (*self._tools.shown, *self._tools.described):
+                self._tools.described.append(tool)
+        return described(functions)
+
+    def _function(self, name: Any, where: str) -> dict[str, Any]:
+        found = self._functions.get(name) if isinstance(name, str) else None
+        if found is None:
+            raise InvalidRequest(f"{where} names {name!r:.99}, and 'tools' has no such tool")
+        return found
+
+    def system(self, content: Content) -> str:
+        """Return the text of a system prompt, without the line for accounting."""
+        blocks = self.blocks(content, "system", "system") if content else []
+        first, rest = _joined(blocks[:1]), _joined(blocks[1:])
+        if first.startswith(_ACCOUNTING):
+            first = first.partition("\n")[2]
+        return first + rest
+
+    def inputs(self, role: str, blocks: Sequence[Block]) -> list[Message]:
+        """Return the messages before an answer: results of tools, and text, in the given order."""
+        found: list[Message] = []
+        for is_text, several in groupby(blocks, lambda block: isinstance(block, TextBlock)):
+            if is_text:
+                found.append({"role": role, "content": _joined(list(several))})
+            else:
+                results = [one for one in several if isinstance(one, ToolResultBlock)]
+                found += [self._result(block) for block in results]
+        return found
+
+    def _result(self, block: ToolResultBlock) -> Message:
+        where = f"the result of {block.tool_use_id!r}"
+        text = _joined(self.blocks(block.content, "tool", where)) if block.content else ""
+        if block.is_error:
+            # As in Session.run_tools.
+            text = f"error: {text}"
+        return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
 
 
 def _block(given: Mapping[str, Any], allowed: Sequence[str], where: str) -> Block:
@@ -170,16 +231,7 @@ def _block(given: Mapping[str, Any], allowed: Sequence[str], where: str) -> Bloc
         raise InvalidRequest(
             f"{where} is of type {type_!r}, and only these are supported here: {', '.join(allowed)}"
         )
-    return convert_fields(given, _KINDS[type_], where=where, ignored=_CACHE, nothing=_NOTHING)
-
-
-def _system(content: Content) -> str:
-    """Return the text of a system prompt, without the line for accounting."""
-    blocks = _blocks(content, "system", "system") if content else []
-    first, rest = _joined(blocks[:1]), _joined(blocks[1:])
-    if first.startswith(_ACCOUNTING):
-        first = first.partition("\n")[2]
-    return first + rest
+    return convert_fields(given, _KINDS[type_], ANTHROPIC_FIELDS, where=where, part="content[].")
 
 
 def _joined(blocks: Sequence[Block]) -> str:
@@ -199,23 +251,3 @@ def _answer(blocks: Sequence[Block]) -> Message:
     if calls:
         found["tool_calls"] = calls
     return found
-
-
-def _inputs(role: str, blocks: Sequence[Block]) -> list[Message]:
-    """Return the messages before an answer: results of tools, and text, in the given order."""
-    found: list[Message] = []
-    for is_text, several in groupby(blocks, lambda block: isinstance(block, TextBlock)):
-        if is_text:
-            found.append({"role": role, "content": _joined(list(several))})
-        else:
-            found += [_result(block) for block in several if isinstance(block, ToolResultBlock)]
-    return found
-
-
-def _result(block: ToolResultBlock) -> Message:
-    where = f"the result of {block.tool_use_id!r}"
-    text = _joined(_blocks(block.content, "tool", where)) if block.content else ""
-    if block.is_error:
-        # As in Session.run_tools.
-        text = f"error: {text}"
-    return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}

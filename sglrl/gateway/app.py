@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from hashlib import blake2b
@@ -33,6 +33,8 @@ from .controls import ControlEndpoints
 from .conversations import Turn, sibling
 from .dialect import Body, Dialect, TurnRequest, openai_error
 from .errors import HttpError, error_of
+from .field_names import named
+from .filtering import Filtering
 from .metrics import METRICS, Metrics
 from .native import NativeEndpoints
 from .openapi import document
@@ -67,16 +69,20 @@ class Endpoints:
     Args:
         client: of the pool.
         registry: the open sessions.
-        shows_tools: the model's chat template writes tools into prompts.
+        filtering: of requests; None: the model can be shown everything.
     """
 
     def __init__(
-        self, client: Client, registry: Registry, settings: Settings, shows_tools: bool = True
+        self,
+        client: Client,
+        registry: Registry,
+        settings: Settings,
+        filtering: Filtering | None = None,
     ) -> None:
         self.client = client
         self.registry = registry
         self.settings = settings
-        self.shows_tools = shows_tools
+        self._filtering = filtering or Filtering(settings.options)
         self._metrics = Metrics(client)
         self.running = RunningTurns(self._metrics)
         self._access = Access(registry, settings, self._metrics)
@@ -178,16 +184,32 @@ class Endpoints:
         body = await self._access.body(request)
         parsed = dialect.parse(body)
         wanted = self._wanted(session, parsed)
+        try:
+            return await self._sampled(dialect, request, session, body, parsed, wanted)
+        except InvalidRequest as error:
+            raise named(error, wanted[0].names) from None
+
+    async def _sampled(
+        self,
+        dialect: Dialect,
+        request: Request,
+        session: OpenSession | None,
+        body: bytes,
+        parsed: Body,
+        wanted: Sequence[TurnRequest],
+    ) -> Response:
+        shown = [self._filtering.shown(one) for one in wanted]
         call_ids = f"call_{secrets.token_hex(4)}_" if session is None else ""
         answer: Any = parsed.answer(parsed.model or self.settings.names[0], call_ids)
         streamed: Any = StreamedTokens(wanted) if dialect.tokens else StreamedText(wanted)
-        if session is None:
-            turn: Turn = AloneTurn(self._spec, wanted, streamed.add)
+        if session is None or not any(map(_samples, wanted)):
+            spec = self._spec if session is None else session.conversations.spec
+            turn: Turn = AloneTurn(spec, shown, streamed.add)
         else:
             again = request.headers.get("x-stainless-retry-count", "0") != "0"
             digest = blake2b(dialect.path.encode() + body, digest_size=16).digest()
             keeps = self.settings.keep_disconnected
-            turn = session.conversations.sample(wanted, digest, again, keeps, streamed.add)
+            turn = session.conversations.sample(shown, digest, again, keeps, streamed.add)
             turn.task.add_done_callback(partial(session.store.add, wanted))
         turn.task.add_done_callback(streamed.arrived.end)
         self.running.add(turn, session, wanted)
@@ -206,7 +228,8 @@ class Endpoints:
             await unless_disconnected(request, streamed.arrived.begun())
             if turn.failed:
                 await turn.result()
-            stream = _stream(answer, turn, streamed, stack.pop_all())
+            names = wanted[0].names
+            stream = _stream(answer, turn, streamed, names, stack.pop_all())
         return StreamingResponse(stream, media_type="text/event-stream")
 
     async def count_tokens(self, request: Request) -> Response:
@@ -214,7 +237,7 @@ class Endpoints:
         session = self._access.session_of(request)
         parsed = ANTHROPIC.parse(await self._access.body(request))
         (wanted,) = self._wanted(session, parsed)
-        ids = await sibling(self._spec, wanted).ids()
+        ids = await sibling(self._spec, self._filtering.shown(wanted)).ids()
         return json_response({"input_tokens": len(ids) // 4})
 
     def _wanted(self, session: OpenSession | None, parsed: Body) -> Sequence[TurnRequest]:
@@ -228,8 +251,8 @@ class Endpoints:
             self._check_model(model)
         store = None if session is None else session.store
         wanted = [_with_adapter(continued(one, store), adapter) for one in parsed.turns()]
-        if any(one.tools for one in wanted) and not self.shows_tools:
-            raise InvalidRequest("the chat template of this model shows no tools: omit tools")
+        for one in wanted:
+            self._filtering.check_tools(one)
         return wanted
 
     async def open_session(self, request: Request) -> Response:
@@ -334,11 +357,19 @@ class _Using:
             self._session.used = asyncio.get_running_loop().time()
 
 
-async def _stream(answer: Any, turn: Turn, streamed: Any, stack: ExitStack) -> AsyncIterator[bytes]:
+def _samples(request: TurnRequest) -> bool:
+    """Return whether a request wants tokens, and not only logprobs of its prompt."""
+    return request.sampling.get("max_new_tokens") != 0
+
+
+async def _stream(
+    answer: Any, turn: Turn, streamed: Any, names: Mapping[str, str], stack: ExitStack
+) -> AsyncIterator[bytes]:
     """Yield the events of an answer. If the client disconnects, this is closed.
 
     Args:
         answer, streamed: ``Answer`` and ``StreamedText``, or those of tokens.
+        names: as in ``TurnRequest``.
     """
     try:
         with stack:
@@ -349,7 +380,7 @@ async def _stream(answer: Any, turn: Turn, streamed: Any, stack: ExitStack) -> A
             yield answer.end(completions, streamed.sent)
             turn.delivered = True
     except Exception as error:
-        yield answer.failed(error_of(error))
+        yield answer.failed(error_of(named(error, names)))
 
 
 def _object(body: bytes, kind: type[_T]) -> _T:

@@ -15,6 +15,7 @@ import msgspec
 
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
+from .accepted_fields import CHAT_FIELDS
 from .answers import message_of, token_text, unsent, weight_versions
 from .dialect import (
     DONE,
@@ -34,29 +35,9 @@ from .dialect import (
 from .errors import HttpError
 from .prompt_logprobs import Scored, by_token, check_whole, wanted_of
 from .routed_experts import check_experts, experts_of, given_experts
-from .structured_outputs import with_structured_outputs
+from .structured_outputs import grammar_names, with_structured_outputs
 from .token_answers import reasoning_tokens, token_rows, usage_of_prompts
-
-_IGNORED: Final = (
-    "cache_salt", "metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier",
-    "service_tier", "store", "user",
-)  # fmt: skip
-"""Fields that do not change the answer."""
-_NOTHING: Final[dict[str, Any]] = {
-    "modalities": (None, ["text"]),
-    "separate_reasoning": (None, True),
-    "stream_reasoning": (None, True),
-}
-"""Values of fields that are not supported which ask for nothing. Of others: false, or empty."""
-_INSTEAD: Final = {
-    "function_call": "tool_choice",
-    "functions": "tools",
-    "guided_grammar": "ebnf",
-    "guided_json": "response_format",
-    "guided_regex": "regex",
-    "guided_choice": "structured_outputs",
-}
-"""Fields that are not supported, and those that take their place."""
+from .tool_kinds import arguments_of, custom_function, input_of
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -114,6 +95,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     return_routed_experts: bool | None = None
     routed_experts_start_len: int | None = None
     lora_path: str | None = None
+    web_search_options: dict[str, Any] | None = None
 
     def turns(self) -> list[TurnRequest]:
         if self.top_logprobs and not self.logprobs:
@@ -121,8 +103,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         scored = wanted_of(self._top_of_prompt)
         if scored is not None:
             check_whole("prompt_logprobs", self.stream)
-        _check_tools(self.tools or ())
-        shown = self.tools if self.tool_choice != "none" else None
+        tools = _functions_of(self.tools or ())
         sampling = {
             **self.given_sampling(),
             **self._limit(),
@@ -130,20 +111,28 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
             **given_experts(self.return_routed_experts, self.routed_experts_start_len),
         }
         check_experts(self.return_routed_experts, self.n)
+        new = self.max_completion_tokens is not None
         made = TurnRequest(
-            messages=[_known_role(message) for message in self.messages],
+            messages=[_known_message(message) for message in self.messages],
             choices=check_choices(self.n),
             stream=bool(self.stream),
             sampling=with_structured_outputs(sampling, self.structured_outputs),
             tool_choice=self._tool_choice(),
+            parallel_tool_calls=self.parallel_tool_calls is not False or not tools,
             top_logprobs=self.top_logprobs or 0,
             prompt_logprobs=scored,
-            tools=shown or None,
+            tools=tools if tools and self.tool_choice != "none" else None,
+            left_out=["web_search_options"] if self.web_search_options is not None else (),
             chat_template_kwargs=template_of(
                 self.reasoning_effort, self.verbosity, self.chat_template_kwargs
             ),
             priority=self.priority or 0,
             lora=self.lora_path or "",
+            names=self.names(
+                max_new_tokens="max_completion_tokens" if new else "max_tokens",
+                input_ids="tokens",
+                **grammar_names(self.response_format, self.structured_outputs),
+            ),
         )
         return [made]
 
@@ -165,16 +154,15 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
     def _tool_choice(self) -> Any:
         choice = self.tool_choice
-        if (
-            self.parallel_tool_calls is False
-            and self.tools
-            and choice in (None, "auto", "required")
-        ):
-            raise InvalidRequest(
-                "parallel_tool_calls=false is not supported; tool_choice with the name of a tool "
-                "makes a single call"
-            )
+        if isinstance(choice, dict) and choice.get("type") == "custom":
+            return {"type": "function", "function": choice.get("custom")}
         return "auto" if choice in (None, "none") else choice
+
+    @property
+    def custom_tools(self) -> frozenset[str]:
+        """The names of the tools that take a text."""
+        customs = [one["custom"] for one in self.tools or () if one.get("type") == "custom"]
+        return frozenset(one["name"] for one in customs)
 
 
 class ChatTokensRequest(ChatRequest, frozen=True, kw_only=True):
@@ -200,21 +188,59 @@ def parse(body: bytes, kind: type[_Request]) -> _Request:
         InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
             is not supported.
     """
-    return decode_body(body, kind, ignored=_IGNORED, nothing=_NOTHING, instead=_INSTEAD)
+    return decode_body(body, kind, CHAT_FIELDS)
 
 
-def _known_role(message: Message) -> Message:
-    """Return a message with a role that all chat templates know."""
-    return {**message, "role": "system"} if message.get("role") == "developer" else message
+def _known_message(message: Message) -> Message:
+    """Return a message with a role and with calls that all chat templates know."""
+    if message.get("role") == "developer":
+        return {**message, "role": "system"}
+    calls = message.get("tool_calls")
+    said = message.get("role") == "assistant"
+    if message.get("content") is None and not calls and ("content" in message or said):
+        # Null, which libraries also leave out of an answer, is no text.
+        return {**message, "content": ""}
+    if not isinstance(calls, list) or not any(map(_is_custom, calls)):
+        return message
+    return {**message, "tool_calls": [_function_call(call) for call in calls]}
 
 
-def _check_tools(tools: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``InvalidRequest`` if a tool has no name."""
+def _is_custom(item: Any) -> bool:
+    """Return whether a tool or a call is one of a custom tool."""
+    return isinstance(item, Mapping) and item.get("type") == "custom"
+
+
+def _function_call(call: Any) -> Any:
+    if not _is_custom(call):
+        return call
+    custom = call.get("custom")
+    text = custom.get("input") if isinstance(custom, Mapping) else None
+    if not isinstance(text, str):
+        raise InvalidRequest(f"a call's custom.input must be text, got {text!r:.99}")
+    function = {"name": custom.get("name"), "arguments": arguments_of(text)}
+    return {"id": call.get("id"), "type": "function", "function": function}
+
+
+def _functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Return tools as functions.
+
+    Raises:
+        InvalidRequest: a tool has no name.
+    """
+    found: list[Any] = []
     for at, tool in enumerate(tools):
-        function = tool.get("function")
-        name = function.get("name") if isinstance(function, Mapping) else None
-        if not isinstance(name, str) or not name:
-            raise InvalidRequest(f"tools[{at}].function.name is missing, or is not text")
+        kind = "custom" if _is_custom(tool) else "function"
+        given = tool.get(kind)
+        name = given.get("name") if isinstance(given, Mapping) else None
+        if not isinstance(given, Mapping) or not isinstance(name, str) or not name:
+            raise InvalidRequest(f"tools[{at}].{kind}.name is missing, or is not text")
+        if kind == "function":
+            found.append(tool)
+            continue
+        text = str(given.get("description") or "")
+        function = custom_function(name, text, given.get("format"))
+        found.append({"type": "function", "function": function})
+    return found
 
 
 def grammar_of(form: ResponseFormat | None) -> dict[str, Any]:
@@ -248,6 +274,16 @@ def _tag_of(form: ResponseFormat) -> dict[str, Any]:
 
 
 # --- answers --------------------------------------------------------------------------------------
+
+
+def _client_call(call: Mapping[str, Any], customs: frozenset[str]) -> Mapping[str, Any]:
+    """Return a call as the client expects it: that of a custom tool has a text."""
+    function = call["function"]
+    text = input_of(function["arguments"]) if function["name"] in customs else None
+    if text is None:
+        return call
+    custom = {"name": function["name"], "input": text}
+    return {"id": call["id"], "type": "custom", "custom": custom}
 
 
 def finish_of(completion: Completion, message: Message) -> str:
@@ -310,7 +346,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return an object of type "chat.completion"."""
         choices = []
-        messages = [message_of(completion, self.call_ids) for completion in completions]
+        messages = [self._message(completion) for completion in completions]
         for index, (completion, message) in enumerate(zip(completions, messages, strict=True)):
             choice = {
                 "index": index,
@@ -354,7 +390,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         return self._chunk(index, {part: added}, extra=extra)
 
     def end(self, completions: Sequence[Completion], sent: Sequence[Mapping[Part, str]]) -> bytes:
-        messages = [message_of(completion, self.call_ids) for completion in completions]
+        messages = [self._message(completion) for completion in completions]
         events = b"".join(map(self._end, range(len(messages)), completions, messages, sent))
         head = self._head("chat.completion.chunk")
         if self.request.return_routed_experts:
@@ -393,6 +429,13 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         if not delta:
             return self._chunk(index, {}, finish, extra | logprobs)
         return self._chunk(index, delta, extra=logprobs) + self._chunk(index, {}, finish, extra)
+
+    def _message(self, completion: Completion) -> Message:
+        found, customs = message_of(completion, self.call_ids), self.request.custom_tools
+        if customs and "tool_calls" in found:
+            calls = [_client_call(call, customs) for call in found["tool_calls"]]
+            return {**found, "tool_calls": calls}
+        return found
 
     def _logprobs(self, completion: Completion, start: int = 0) -> dict[str, Any]:
         return logprobs_of(completion, bool(self.request.return_tokens_as_token_ids), start)

@@ -18,6 +18,7 @@ from ..errors import InvalidRequest
 from ..inference.chunk import StreamText
 from ..inference.completion import Completion
 from ..wire.engine import TokenChunk
+from .accepted_fields import COMPLETION_FIELDS
 from .answers import token_text, weight_versions
 from .chat import ResponseFormat, StreamOptions, grammar_of
 from .dialect import (
@@ -37,24 +38,11 @@ from .errors import HttpError
 from .prompt_logprobs import Scored, Wanted, by_token, check_whole, wanted_of
 from .prompts import check_completions, prompts_of
 from .routed_experts import check_experts, experts_of, given_experts
-from .structured_outputs import with_structured_outputs
+from .structured_outputs import grammar_names, with_structured_outputs
 from .token_answers import token_rows, usage_of_prompts
 
 DEFAULT_MAX_TOKENS: Final = 16
 _CONTEXT_TOKENS: Final = 16
-_IGNORED: Final = ("cache_salt", "metadata", "service_tier", "store", "user")
-"""Fields that do not change the answer."""
-_INSTEAD: Final = {
-    "guided_choice": "structured_outputs",
-    "guided_grammar": "ebnf",
-    "guided_json": "response_format",
-    "guided_regex": "regex",
-    "json_schema": "response_format",
-    "max_completion_tokens": "max_tokens",
-    "messages": "POST /v1/chat/completions",
-    "suffix": "a prompt with the model's tokens for the middle of a text",
-}
-"""Fields that are not supported, and those that take their place."""
 
 
 class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
@@ -85,7 +73,8 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
             raise InvalidRequest(f"best_of must equal n, got best_of={self.best_of}, n={choices}")
         scored = wanted_of(self.prompt_logprobs)
         if self.echo and self.logprobs is not None:
-            scored = Wanted(top=max(self.logprobs, self.prompt_logprobs or 0))
+            top = max(self.logprobs, self.prompt_logprobs or 0)
+            scored = Wanted(top=top, name="logprobs")
         if scored is not None:
             check_whole("prompt_logprobs, or echo with logprobs,", self.stream)
         if self.chat_template_kwargs:
@@ -93,11 +82,18 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
         sampling = {
             "max_new_tokens": DEFAULT_MAX_TOKENS,
             **self.given_sampling(),
-            **check_limit("max_tokens", self.max_tokens),
+            **check_limit("max_tokens", self.max_tokens, least=0),
             **grammar_of(self.response_format),
             **given_experts(self.return_routed_experts, self.routed_experts_start_len),
         }
         check_experts(self.return_routed_experts, len(prompts) * choices)
+        if self.max_tokens == 0 and self.return_routed_experts:
+            raise InvalidRequest("max_tokens=0 samples no token, so it has no routed experts")
+        names = self.names(
+            top_logprobs="logprobs",
+            input_ids="prompt",
+            **grammar_names(self.response_format, self.structured_outputs),
+        )
         return [
             TurnRequest(
                 prompt=prompt,
@@ -108,6 +104,7 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
                 prompt_logprobs=scored,
                 priority=self.priority or 0,
                 lora=self.lora_path or "",
+                names=names,
             )
             for prompt in prompts
         ]
@@ -124,7 +121,7 @@ def parse(body: bytes) -> CompletionRequest:
         InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
             is not supported.
     """
-    return decode_body(body, CompletionRequest, ignored=_IGNORED, instead=_INSTEAD)
+    return decode_body(body, CompletionRequest, COMPLETION_FIELDS)
 
 
 # --- answers --------------------------------------------------------------------------------------

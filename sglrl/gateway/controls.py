@@ -17,6 +17,7 @@ from ..errors import InvalidRequest
 from ..inference.client import Client
 from ..version import __version__
 from ..wire.engine import SLEEP_TAGS
+from .accepted_fields import without_effect
 from .access import Access, json_response
 from .dialect import decode_body, openai_error
 from .errors import HttpError
@@ -249,7 +250,7 @@ class ControlEndpoints:
     async def _load_adapter(self, request: Request) -> dict[str, Any]:
         body = await self._access.body(request)
         # No adapter is evicted, so all are pinned.
-        given = decode_body(body, _AdapterFolder, ignored=("pinned",))
+        given = decode_body(body, _AdapterFolder, without_effect("pinned"))
         loaded = await self._client.load_lora(given.lora_name, given.lora_path)
         return {"success": True, "error_message": None, "version": loaded.version}
 

@@ -137,6 +137,11 @@ class Conversations:
         """The number of choices so far, by key; see ``_seed_key``."""
         self._closed = False
 
+    @property
+    def spec(self) -> SessionSpec:
+        """The settings of all turns."""
+        return self._session._spec
+
     # --- turns ------------------------------------------------------------------------------------
 
     def sample(
@@ -199,6 +204,7 @@ class Conversations:
             ends = (self._ends[one] for one in known if one in self._ends)
             spec, after = next(ends, None) or (sibling(base, request), ROOT)
             spec = spec.with_priority(request.priority or base.priority)
+            spec = spec.with_later_tools(request.later_tools)
 
         key = self._seed_key(request, base)
 
@@ -328,6 +334,7 @@ def sibling(spec: SessionSpec, request: TurnRequest) -> SessionSpec:
     given = request.prompt
     if request.messages is not None:
         made = spec.sibling(messages=request.messages, **own, **template_of(request))
+        made = made.with_later_tools(request.later_tools)
         return made if given is None or isinstance(given, str) else made.with_ids(given)
     prompt: dict[str, Any] = {"prompt" if isinstance(given, str) else "input_ids": given}
     made = spec.sibling(**own, **prompt)
@@ -340,6 +347,7 @@ def options_of(request: TurnRequest, spec: SessionSpec, on_chunk: OnChunk) -> di
     options = {
         **request.sampling,
         "tool_choice": request.tool_choice,
+        "parallel_tool_calls": request.parallel_tool_calls,
         "top_logprobs": request.top_logprobs,
     }
     if spec.prepared.max_new_tokens is None:

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, Final, Literal, NamedTuple, Protocol, TypeVar, get_args
 
 import msgspec
 
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
 from ..inference.tokens import without_surrogates
+from .accepted_fields import Fields
 from .errors import HttpError
 from .prompt_logprobs import Wanted
 
@@ -33,8 +35,7 @@ _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 _CONVERSATION: Final = ("input", "instructions", "messages", "system")
 """Fields with texts of the model and of the user."""
 MOST_CHOICES: Final = 128
-_NOTHING: Final[Sequence[Any]] = (None, False, [], {}, "")
-"""Values that ask for nothing."""
+_NO_FIELDS: Final = Fields()
 
 
 class Stored(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,10 +63,14 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
         stream: the text is wanted as it is sampled.
         sampling: fields of ``SamplingParams``. Without ``max_new_tokens``, a turn may fill the
             context.
-        tool_choice, top_logprobs: as in ``Session.generate``.
+        tool_choice, parallel_tool_calls, top_logprobs: as in ``Session.generate``.
         prompt_logprobs: those of the prompt that are wanted. They need an answer with a field
             ``scored``, and no stream.
         tools, chat_template_kwargs: as in ``Client.session``.
+        later_tools: tools that the prompt does not show with the others. A message describes
+            them.
+        left_out: tools and fields that the model cannot be shown.
+        names: by our name of a sampling parameter, the field of the client.
         priority: as in ``Client.generate``.
         stored: how the conversation is stored. There is one choice then.
         rid: by which clients may abort it.
@@ -79,9 +84,13 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
     stream: bool = False
     sampling: Mapping[str, Any] = {}
     tool_choice: Any = None
+    parallel_tool_calls: bool = True
     top_logprobs: int = 0
     prompt_logprobs: Wanted | None = None
     tools: Sequence[Any] | None = None
+    later_tools: Sequence[Any] = ()
+    left_out: Sequence[str] = ()
+    names: Mapping[str, str] = {}
     chat_template_kwargs: Mapping[str, Any] | None = None
     priority: int = 0
     stored: Stored = Stored()
@@ -252,6 +261,14 @@ class SamplingFields(CommonSampling, frozen=True, kw_only=True):
             found["top_k"] = -1
         return {name: value for name, value in found.items() if value is not None}
 
+    def names(self, **names: str) -> dict[str, str]:
+        """Return ``TurnRequest.names`` of a dialect.
+
+        Args:
+            names: those of this dialect.
+        """
+        return {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", **names}
+
 
 _SAMPLING: Final = tuple(
     name
@@ -260,35 +277,25 @@ _SAMPLING: Final = tuple(
 )
 
 
-def decode_body(
-    body: bytes,
-    kind: type[_T],
-    *,
-    ignored: Collection[str] = (),
-    nothing: Mapping[str, Sequence[Any]] | None = None,
-    instead: Mapping[str, str] | None = None,
-) -> _T:
+def decode_body(body: bytes, kind: type[_T], fields: Fields = _NO_FIELDS) -> _T:
     """Make the fields of a request from JSON. An empty body has no fields.
 
     Args:
         kind: a struct of the supported fields.
-        ignored: fields that do not change the answer.
-        nothing: by field that is not supported, all values that ask for nothing. Of others: null,
-            false and empty values.
-        instead: by field that is not supported, the one that takes its place.
+        fields: those that are not supported.
 
     Raises:
         InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
             is not supported.
     """
     try:
-        fields = _decode(body or b"{}")
+        given = _decode(body or b"{}")
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         found = _with_surrogates(body)
         if found is None:
             raise InvalidRequest(f"the body is not a JSON object: {error}") from None
-        fields = found
-    return convert_fields(fields, kind, ignored=ignored, nothing=nothing, instead=instead)
+        given = found
+    return convert_fields(given, kind, fields)
 
 
 def _with_surrogates(body: bytes) -> dict[str, Any] | None:
@@ -324,36 +331,70 @@ def _reject(name: str) -> None:
 
 
 def convert_fields(
-    fields: Mapping[str, Any],
+    given: Mapping[str, Any],
     kind: type[_T],
+    fields: Fields = _NO_FIELDS,
     *,
     where: str = "",
-    ignored: Collection[str] = (),
-    nothing: Mapping[str, Sequence[Any]] | None = None,
-    instead: Mapping[str, str] | None = None,
+    part: str = "",
 ) -> _T:
     """Make an object of the fields of a request, or of a part of it.
 
     Args:
+        kind, fields: as for ``decode_body``.
         where: the part, for errors; "": the whole request.
-        kind, ignored, nothing, instead: as for ``decode_body``.
+        part: the path of the part in ``fields``, such as "tools[].".
 
     Raises:
         InvalidRequest: a field has a wrong type, or asks for something that is not supported.
     """
     at = f"{where}: " if where else ""
-    known = getattr(kind, "__struct_fields__", ())
-    for name in fields.keys() - {*ignored, *known}:
-        value, harmless = fields[name], (nothing or {}).get(name, _NOTHING)
-        if not any(type(value) is type(one) and value == one for one in harmless):
-            other = (instead or {}).get(name)
-            hint = f"; use {other}" if other else ""
-            raise InvalidRequest(f"{at}the field {name!r} is not supported{hint}")
     try:
-        return msgspec.convert(fields, kind)
+        return msgspec.convert(_supported(given, kind, fields, at, part), kind)
     except msgspec.ValidationError as error:
         message = str(error).replace("`$.", "`").replace(" - at `$`", "")
+        if "got `int` - at `stop" in message:
+            message += "; token ids are for stop_token_ids"
         raise InvalidRequest(at + message) from None
+
+
+def _supported(
+    given: Mapping[str, Any], kind: Any, fields: Fields, at: str, part: str
+) -> Mapping[str, Any]:
+    """Return the fields of a part that ``kind`` has, also of the parts in it."""
+    names = getattr(kind, "__struct_fields__", ())
+    for name in given.keys() - set(names):
+        if not fields.accepts(part + name, given[name]):
+            other = fields.instead.get(part + name)
+            hint = f"; use {other}" if other else ""
+            raise InvalidRequest(f"{at}the field {name!r} is not supported{hint}")
+    found = {name: given[name] for name in names if name in given}
+    for name, inner in _parts(kind):
+        value = found.get(name)
+        if isinstance(value, dict):
+            found[name] = _supported(value, inner, fields, f"{at}{name}: ", f"{part}{name}.")
+        elif isinstance(value, list):
+            found[name] = [
+                _supported(one, inner, fields, f"{at}{name}[{number}]: ", f"{part}{name}[].")
+                if isinstance(one, dict)
+                else one
+                for number, one in enumerate(value)
+            ]
+    return found
+
+
+@cache
+def _parts(kind: Any) -> list[tuple[str, Any]]:
+    """Return the fields of a struct that have a struct, or a list of them."""
+    if not hasattr(kind, "__struct_fields__"):
+        return []
+    return [
+        (field.name, inner)
+        for field in msgspec.structs.fields(kind)
+        for one in (field.type, *get_args(field.type))
+        for inner in (one, *get_args(one))
+        if isinstance(inner, type) and issubclass(inner, msgspec.Struct)
+    ][:64]
 
 
 def check_choices(choices: int | None) -> int:
@@ -368,16 +409,16 @@ def check_choices(choices: int | None) -> int:
     return found
 
 
-def check_limit(name: str, value: int | None) -> dict[str, int]:
+def check_limit(name: str, value: int | None, least: int = 1) -> dict[str, int]:
     """Return ``max_new_tokens`` of a field that limits the tokens, if it is given.
 
     Raises:
-        InvalidRequest: it is less than 1.
+        InvalidRequest: it is less than ``least``.
     """
     if value is None:
         return {}
-    if value < 1:
-        raise InvalidRequest(f"{name} must be at least 1, got {value}")
+    if value < least:
+        raise InvalidRequest(f"{name} must be at least {least}, got {value}")
     return {"max_new_tokens": value}
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ..errors import InvalidRequest
 from ..inference.client import Client
 from ..inference.completion import Completion, Scores
+from .field_names import named
 
 
 class Wanted(NamedTuple):
@@ -17,10 +18,12 @@ class Wanted(NamedTuple):
     Attributes:
         start: first position.
         top: number of the likeliest tokens at each position.
+        name: of the field that has this number, for errors.
     """
 
     start: int = 0
     top: int = 0
+    name: str = "prompt_logprobs"
 
 
 class Scored(NamedTuple):
@@ -64,7 +67,10 @@ async def score_prompts(
         if one is None or one.start >= len(ids):
             return []
         how: dict[str, Any] = {"start": one.start, "lora": completion.lora}
-        found = await client.score(ids, top_logprobs=one.top, **how)
+        try:
+            found = await client.score(ids, top_logprobs=one.top, **how)
+        except InvalidRequest as error:
+            raise named(error, {"top_logprobs": one.name}) from None
         logprobs: list[float | None] = list(
             (found.logprobs if isinstance(found, Scores) else found).tolist()
         )

@@ -16,11 +16,14 @@ from .chat import logprobs_of
 from .dialect import Message, NewTokens, Part, event
 from .errors import HttpError
 from .token_answers import reasoning_tokens
+from .tool_kinds import Shown, input_of
 
 Item = dict[str, Any]
 _PARTS: Final[tuple[Part, ...]] = ("reasoning_content", "content")
 _TEXT: Final[dict[Part, str]] = {"reasoning_content": "reasoning", "content": "output"}
 """Begins the names of events with text of a part."""
+_VALUES: Final = {"function_call": "arguments", "custom_tool_call": "input"}
+"""By type of a call, the field that has what the model has written."""
 
 
 class ResponsesAnswer:
@@ -31,15 +34,23 @@ class ResponsesAnswer:
         logprobs: add those of all tokens to the message.
         token_ids: add those of the prompt and the turn.
         call_ids: begins the ids of calls. Those of a session are different anyway.
+        shown: by name that the model sees, the tools of the client.
     """
 
     def __init__(
-        self, head: Mapping[str, Any], *, logprobs: bool, token_ids: bool, call_ids: str
+        self,
+        head: Mapping[str, Any],
+        *,
+        logprobs: bool,
+        token_ids: bool,
+        call_ids: str,
+        shown: Mapping[str, Shown] | None = None,
     ) -> None:
         self._head = head
         self._logprobs = logprobs
         self._token_ids = token_ids
         self._call_ids = call_ids
+        self._shown = shown or {}
         self._ids = str(head["id"]).partition("_")[2]
         """Part of the ids of items."""
         self._events = 0
@@ -73,7 +84,7 @@ class ResponsesAnswer:
         message, output = message_of(completion, self._call_ids), self._output(completion)
         events = []
         for item in output:
-            if item["type"] == "function_call":
+            if item["type"] in _VALUES:
                 events.append(self._call_events(item))
                 continue
             part: Part = "content" if item["type"] == "message" else "reasoning_content"
@@ -135,11 +146,13 @@ class ResponsesAnswer:
 
     def _call_events(self, item: Item) -> bytes:
         at = {"item_id": item["id"], "output_index": self._items}
-        begun = {**item, "arguments": "", "status": "in_progress"}
-        arguments, name = item["arguments"], "response.function_call_arguments"
+        field = _VALUES[item["type"]]
+        begun = {**item, field: "", "status": "in_progress"}
+        value, name = item[field], f"response.{item['type']}_{field}"
         events = self._event("response.output_item.added", output_index=self._items, item=begun)
-        events += self._event(f"{name}.delta", **at, delta=arguments)
-        events += self._event(f"{name}.done", **at, name=item["name"], arguments=arguments)
+        events += self._event(f"{name}.delta", **at, delta=value)
+        named = {"name": item["name"]} if field == "arguments" else {}
+        events += self._event(f"{name}.done", **at, **named, **{field: value})
         return events + self._item_done(item)
 
     def _item_done(self, item: Item) -> bytes:
@@ -189,18 +202,24 @@ class ResponsesAnswer:
             status = "incomplete" if _is_cut(completion) and not calls else "completed"
             logprobs = _logprobs_of(completion) if self._logprobs else []
             found.append(self._text_item("content", content, status, logprobs))
-        found += [
-            {
-                "id": f"fc_{self._ids}_{index}",
-                "type": "function_call",
-                "status": "completed",
-                "call_id": call["id"],
-                "name": call["function"]["name"],
-                "arguments": call["function"]["arguments"],
-            }
-            for index, call in enumerate(calls)
-        ]
-        return found
+        return found + [self._call_item(index, call) for index, call in enumerate(calls)]
+
+    def _call_item(self, index: int, call: Mapping[str, Any]) -> Item:
+        """Return a call. One of a custom tool without a text is a function's, with its JSON."""
+        called, arguments = call["function"]["name"], call["function"]["arguments"]
+        tool = self._shown.get(called) or Shown(called)
+        text = input_of(arguments) if tool.custom else None
+        kind, short = ("function_call", "fc") if text is None else ("custom_tool_call", "ctc")
+        item = {
+            "id": f"{short}_{self._ids}_{index}",
+            "type": kind,
+            "status": "completed",
+            "call_id": call["id"],
+            "name": tool.name,
+        }
+        if tool.namespace:
+            item["namespace"] = tool.namespace
+        return {**item, "arguments": arguments} if text is None else {**item, "input": text}
 
     def _text_item(
         self, part: Part, text: str, status: str = "completed", logprobs: Sequence[Any] = ()

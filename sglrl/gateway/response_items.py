@@ -6,10 +6,12 @@ https://platform.openai.com/docs/api-reference/responses/create
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from ..errors import InvalidRequest
+from .accepted_fields import RESPONSE_FIELDS
 from .dialect import Message
+from .tool_kinds import Shown, arguments_of, custom_function, shown_name
 
 _ROLES: Final = {
     "user": "user",
@@ -74,16 +76,21 @@ def _read(item: Mapping[str, Any], name: str) -> tuple[str, str, Any]:
             raise InvalidRequest(
                 f"{name}.role must be one of {known}, got {item.get('role')!r:.99}"
             )
-        text = _text_of(item.get("content"), f"{name}.content")
+        text = _text_of(item, "content", name)
         if role == "assistant":
             return role, "content", text
         return role, "", {"content": text}
-    if kind == "function_call":
-        function = {key: _string(item, key, name) for key in ("name", "arguments")}
+    if kind in ("function_call", "custom_tool_call"):
+        if kind == "function_call":
+            arguments = _string(item, "arguments", name)
+        else:
+            arguments = arguments_of(_string(item, "input", name))
+        called = shown_name(_string(item, "name", name), str(item.get("namespace") or ""))
+        function = {"name": called, "arguments": arguments}
         call = {"id": _string(item, "call_id", name), "type": "function", "function": function}
         return "assistant", "tool_calls", call
-    if kind == "function_call_output":
-        text = _text_of(item.get("output"), f"{name}.output")
+    if kind in ("function_call_output", "custom_tool_call_output"):
+        text = _text_of(item, "output", name)
         return "tool", "", {"tool_call_id": _string(item, "call_id", name), "content": text}
     if kind == "reasoning":
         return "assistant", "reasoning_content", _reasoning_of(item.get("content"), name)
@@ -92,22 +99,25 @@ def _read(item: Mapping[str, Any], name: str) -> tuple[str, str, Any]:
     raise InvalidRequest(f"{name} is of type {kind!r:.99}, which is not supported")
 
 
-def _text_of(content: Any, name: str) -> str:
-    """Return text, or the joined texts of a list of parts."""
-    if isinstance(content, str):
-        return content
+def _text_of(item: Mapping[str, Any], key: str, name: str) -> str:
+    """Return text, or the joined texts of a list of parts. Null is no text."""
+    if key not in item:
+        raise InvalidRequest(f"{name}.{key} is missing: give text or a list of parts")
+    content, name = item[key], f"{name}.{key}"
+    if content is None or isinstance(content, str):
+        return content or ""
     if not isinstance(content, list):
         raise InvalidRequest(f"{name} must be text or a list of parts, got {content!r:.99}")
     texts = []
     for at, part in enumerate(content):
         kind = part.get("type") if isinstance(part, Mapping) else None
-        key = _TEXTS.get(str(kind))
-        if key is None:
+        field = _TEXTS.get(str(kind))
+        if field is None:
             known = ", ".join(map(repr, _TEXTS))
             raise InvalidRequest(
                 f"{name}[{at}] is of type {kind!r:.99}, and only text is supported: {known}"
             )
-        texts.append(_string(part, key, f"{name}[{at}]"))
+        texts.append(_string(part, field, f"{name}[{at}]"))
     return "".join(texts)
 
 
@@ -133,26 +143,60 @@ def _string(item: Mapping[str, Any], key: str, name: str) -> str:
 # --- tools ----------------------------------------------------------------------------------------
 
 
-def tools_of(given: Sequence[Mapping[str, Any]] | None) -> list[dict[str, Any]]:
-    """Return the schemas of tools as chat templates know them.
+class Tools(NamedTuple):
+    """The tools of a request.
+
+    Attributes:
+        functions: schemas as chat templates know them.
+        shown: by name that the model sees, the tool of the client.
+        left_out: tools that the model cannot be shown: their positions and types.
+    """
+
+    functions: list[dict[str, Any]]
+    shown: dict[str, Shown]
+    left_out: list[str]
+
+
+def tools_of(given: Sequence[Mapping[str, Any]] | None) -> Tools:
+    """Return the tools of a request.
 
     Raises:
-        InvalidRequest: a tool is no function, or has a field that is not supported.
+        InvalidRequest: a tool has a field that is wrong or not supported, or two have one name.
     """
-    found = []
+    found = Tools([], {}, [])
     for at, tool in enumerate(given or ()):
-        name = f"tools[{at}]"
-        if tool.get("type") != "function":
-            raise InvalidRequest(
-                f"{name} is of type {tool.get('type')!r:.99}, and only functions are supported"
-            )
-        check_fields(tool, ("type", "name", "description", "parameters", "strict"), name)
-        function = {"name": _string(tool, "name", name)}
+        _add_tool(found, tool, f"tools[{at}]", "")
+    return found
+
+
+def _add_tool(found: Tools, tool: Mapping[str, Any], name: str, namespace: str) -> None:
+    kind = tool.get("type")
+    if kind == "namespace" and not namespace:
+        check_fields(tool, ("type", "name", "description", "tools"), name, "tools[]")
+        inner, within = tool.get("tools"), _string(tool, "name", name)
+        if not isinstance(inner, list) or not all(isinstance(one, Mapping) for one in inner):
+            raise InvalidRequest(f"{name}.tools must be a list of tools, got {inner!r:.99}")
+        for at, one in enumerate(inner):
+            _add_tool(found, one, f"{name}.tools[{at}]", within)
+        return
+    if kind not in ("function", "custom"):
+        found.left_out.append(f"{name} of type {kind!r:.99}")
+        return
+    known = {"function": "parameters", "custom": "format"}[kind]
+    check_fields(tool, ("type", "name", "description", known), name, "tools[]")
+    own, text = _string(tool, "name", name), tool.get("description")
+    shown = shown_name(own, namespace)
+    one = Shown(own, namespace, kind == "custom")
+    if found.shown.setdefault(shown, one) != one:
+        raise InvalidRequest(f"{name} has the same name as another tool: {shown!r:.200}")
+    if kind == "custom":
+        function = custom_function(shown, str(text or ""), tool.get("format"))
+    else:
+        function = {"name": shown}
         for key in ("description", "parameters"):
             if tool.get(key) is not None:
                 function[key] = tool[key]
-        found.append({"type": "function", "function": function})
-    return found
+    found.functions.append({"type": "function", "function": function})
 
 
 def choice_of(given: str | Mapping[str, Any] | None) -> Any:
@@ -165,8 +209,10 @@ def choice_of(given: str | Mapping[str, Any] | None) -> Any:
         return "auto"
     if given == "required":
         return "required"
-    if isinstance(given, Mapping) and given.get("type") == "function":
-        return {"type": "function", "function": {"name": _string(given, "name", "tool_choice")}}
+    if isinstance(given, Mapping) and given.get("type") in ("function", "custom"):
+        name = _string(given, "name", "tool_choice")
+        namespace = given.get("namespace") or ""
+        return {"type": "function", "function": {"name": shown_name(name, str(namespace))}}
     kind = given.get("type") if isinstance(given, Mapping) else given
     raise InvalidRequest(
         f"tool_choice {kind!r:.99} is not supported; give 'auto', 'none', 'required', or "
@@ -174,8 +220,16 @@ def choice_of(given: str | Mapping[str, Any] | None) -> Any:
     )
 
 
-def check_fields(given: Mapping[str, Any], known: Sequence[str], name: str) -> None:
-    """Raise ``InvalidRequest`` if a field asks for something that is not supported."""
+def check_fields(given: Mapping[str, Any], known: Sequence[str], name: str, part: str = "") -> None:
+    """Raise ``InvalidRequest`` if a field asks for something that is not supported.
+
+    Args:
+        name: of the part of the request, for errors.
+        part: its path in ``RESPONSE_FIELDS``; "": its name.
+    """
     for key, value in given.items():
-        if key not in known and value not in (None, [], {}, "") and value is not False:
-            raise InvalidRequest(f"the field '{name}.{key}' is not supported")
+        field = f"{part or name}.{key}"
+        if key not in known and not RESPONSE_FIELDS.accepts(field, value):
+            other = RESPONSE_FIELDS.instead.get(field)
+            hint = f"; use {other}" if other else ""
+            raise InvalidRequest(f"the field '{name}.{key}' is not supported{hint}")

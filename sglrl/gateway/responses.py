@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 
 from ..errors import InvalidRequest
+from .accepted_fields import RESPONSE_FIELDS
 from .dialect import (
     Dialect,
     Message,
@@ -27,21 +28,18 @@ from .dialect import (
 from .response_answers import ResponsesAnswer
 from .response_items import check_fields, choice_of, messages_of, tools_of
 
-_IGNORED: Final = (
-    "prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "safety_identifier",
-    "service_tier", "user",
-)  # fmt: skip
-"""Fields that do not change the answer."""
-_NOTHING: Final[dict[str, Any]] = {"truncation": (None, "disabled")}
-_INSTEAD: Final = {
-    "conversation": "previous_response_id",
-    "max_completion_tokens": "max_output_tokens",
-    "max_tokens": "max_output_tokens",
-    "messages": "input",
-    "response_format": "text.format",
-}
 _LOGPROBS: Final = "message.output_text.logprobs"
-_INCLUDES: Final = (_LOGPROBS, "reasoning.encrypted_content")
+_INCLUDES: Final = (
+    _LOGPROBS,
+    "reasoning.encrypted_content",
+    # Parts of items that this gateway never returns.
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+)
 _EFFORTS: Final = (None, "none", "minimal", "low", "medium", "high", "xhigh", "max")
 _VERBOSITIES: Final = (None, "low", "medium", "high")
 
@@ -99,22 +97,17 @@ class ResponsesBody(msgspec.Struct, frozen=True):
         first: list[Message] = []
         if given.instructions:
             first.append({"role": "system", "content": given.instructions})
-        tools, choice = tools_of(given.tools), choice_of(given.tool_choice)
-        if given.tool_choice == "none":
-            tools = []
-        if given.parallel_tool_calls is False and tools and not isinstance(choice, Mapping):
-            raise InvalidRequest(
-                "parallel_tool_calls=false is not supported; tool_choice with the name of a tool "
-                "makes a single call"
-            )
+        tools = tools_of(given.tools)
         limit = check_limit("max_output_tokens", given.max_output_tokens)
         made = TurnRequest(
             messages=[*first, *messages],
             stream=bool(given.stream),
             sampling={**given.given_sampling(), **limit, **_grammar(given.text or {})},
-            tool_choice=choice,
+            tool_choice=choice_of(given.tool_choice),
+            parallel_tool_calls=given.parallel_tool_calls is not False or not tools.functions,
             top_logprobs=given.top_logprobs or 0,
-            tools=tools or None,
+            tools=None if given.tool_choice == "none" else tools.functions or None,
+            left_out=tools.left_out,
             chat_template_kwargs=template_of(
                 (given.reasoning or {}).get("effort"),
                 (given.text or {}).get("verbosity"),
@@ -126,6 +119,7 @@ class ResponsesBody(msgspec.Struct, frozen=True):
                 previous=given.previous_response_id or "",
                 unstored=len(first),
             ),
+            names=given.names(max_new_tokens="max_output_tokens", json_schema="text.format"),
         )
         return [made]
 
@@ -152,6 +146,7 @@ class ResponsesBody(msgspec.Struct, frozen=True):
             logprobs=_LOGPROBS in (given.include or ()),
             token_ids=bool(given.return_token_ids),
             call_ids=call_ids,
+            shown=tools_of(given.tools).shown,
         )
 
 
@@ -162,9 +157,7 @@ def parse(body: bytes) -> ResponsesBody:
         InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
             is not supported.
     """
-    fields = decode_body(
-        body, ResponsesRequest, ignored=_IGNORED, nothing=_NOTHING, instead=_INSTEAD
-    )
+    fields = decode_body(body, ResponsesRequest, RESPONSE_FIELDS)
     return ResponsesBody(fields, f"resp_{secrets.token_hex(24)}", int(time.time()))
 
 
@@ -178,16 +171,11 @@ def _check_includes(given: ResponsesRequest) -> None:
 
 
 def _check_reasoning(given: Mapping[str, Any]) -> None:
-    """Accept an effort, and the summary of OpenAI's choice, which is none."""
-    check_fields(given, ("effort", "summary"), "reasoning")
+    check_fields(given, ("effort",), "reasoning")
     if given.get("effort") not in _EFFORTS:
         known = ", ".join(map(repr, _EFFORTS[1:]))
         raise InvalidRequest(
             f"reasoning.effort must be one of {known}, got {given['effort']!r:.99}"
-        )
-    if given.get("summary") not in (None, "auto"):
-        raise InvalidRequest(
-            "reasoning.summary is not supported: answers have the whole reasoning, as text"
         )
 
 

@@ -9,12 +9,14 @@ from typing import Any, Self
 
 import msgspec
 
+from ..config import GatewayOptions
 from ..inference.client import Client
 from ..inference.prompts import load_tokenizer
-from ..inference.renderer import template_shows_tools
+from ..inference.renderer import template_shows_system, template_shows_tools
 from ..inference.threads import in_thread
 from ..sessions.session import Session
 from .app import Endpoints
+from .filtering import Filtering
 from .listening import bound
 from .registry import Registry
 from .server import serving
@@ -48,13 +50,15 @@ class Running:
         box = client._started().box
         await load_tokenizer(box)
         shows_tools = await in_thread(template_shows_tools, box)
+        shows_system = await in_thread(template_shows_system, box)
         self.registry = Registry(
             client,
             expire_after=settings.expire_after,
             most=settings.max_sessions,
             process=self._place.index,
         )
-        endpoints = Endpoints(client, self.registry, settings, shows_tools)
+        filtering = Filtering(settings.options, shows_tools, shows_system)
+        endpoints = Endpoints(client, self.registry, settings, filtering)
         listener = bound(settings.host, settings.port)
         self.url = settings.url(listener.getsockname()[1])
         app: Any = endpoints.app
@@ -87,6 +91,8 @@ class Running:
             await self.registry.end(opened)
 
 
-def local_gateway(client: Client) -> Running:
+def local_gateway(client: Client, options: bool | GatewayOptions = True) -> Running:
     """Return a gateway for sessions of this process. They end when the process ends them."""
-    return Running(client, Settings(names=names_of(client.model), expire_after=math.inf))
+    own = options if isinstance(options, GatewayOptions) else GatewayOptions()
+    settings = Settings(names=names_of(client.model), expire_after=math.inf, options=own)
+    return Running(client, settings)

@@ -12,7 +12,7 @@ import msgspec
 
 from ..actors.handles import WorkerHandle
 from ..actors.spawning import ActorHandle, birth_of
-from ..config import FabricConfig, PoolConfig, check_gateway_packages, positive
+from ..config import FabricConfig, GatewayOptions, PoolConfig, check_gateway_packages, positive
 from ..driver.launcher import LocalLauncher
 from ..driver.pool import Pool
 from ..driver.temporary_folders import make_folder, remove_folder
@@ -184,6 +184,8 @@ def serve(
     max_body_bytes: int = 16 << 20,
     processes: int = 1,
     weight_device: str = "cuda:0",
+    unsupported_tools: str = "reject",
+    later_system: str = "keep",
 ) -> Gateway:
     """Return an HTTP gateway to a pool: ``async with sglrl.serve(client) as gateway``.
 
@@ -208,6 +210,7 @@ def serve(
         weight_device: the GPU, of those that this process sees, at which the gateway receives the
             weights of trainers that use the requests of SGLang's server. NCCL does not allow that
             the trainer uses it too.
+        unsupported_tools, later_system: see ``GatewayOptions``.
 
     Raises:
         UsageError: an argument is wrong, or a package is missing. On entering: the address cannot
@@ -230,6 +233,7 @@ def serve(
             max_sessions=max_sessions,
             max_body_bytes=max_body_bytes,
             weight_device=weight_device,
+            options=GatewayOptions(unsupported_tools=unsupported_tools, later_system=later_system),
         ),
         positive("processes", processes),
     )

@@ -7,6 +7,7 @@ import re
 
 import msgspec
 
+from ..config import GatewayOptions
 from ..errors import UsageError
 from ..transport.addresses import is_loopback
 
@@ -33,6 +34,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     max_connections: int = 10_000
     weight_device: str = "cuda:0"
     weights_host: str | None = None
+    options: GatewayOptions = GatewayOptions()
 
     def url(self, port: int) -> str:
         """Return the URL of a gateway with these settings that listens at a port."""

@@ -16,6 +16,7 @@ import msgspec
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
 from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS, own_names
+from .accepted_fields import SGLANG_FIELDS
 from .answers import weight_versions
 from .dialect import (
     DONE,
@@ -36,25 +37,8 @@ from .routed_experts import experts_of, given_experts
 from .token_answers import token_rows
 
 _T = TypeVar("_T")
-
-_IGNORED: Final = (
-    "background", "conversation_id", "custom_labels", "external_trace_header", "extra_key",
-    "http_worker_ipc", "log_metrics", "modalities", "no_logs", "received_time", "return_bytes",
-    "routed_dp_rank", "routing_key", "session_id",
-)  # fmt: skip
-"""Fields that do not change the answer."""
-_NOTHING: Final[dict[str, Any]] = {"disagg_prefill_dp_rank": (None, -1)}
-"""Values of fields that are not supported which ask for nothing. Of others: false, or empty."""
-_INSTEAD: Final = {
-    "custom_logit_processor": "logit_processor in sampling_params, the name of a declared class",
-    "input_embeds": "text or input_ids",
-    "return_hidden_states": "Client.generate(return_hidden_states=True)",
-    "return_flat_raw_top_logprobs": "top_logprobs_num",
-    "return_sampling_mask": "Client.generate(return_sampling_mask=True)",
-    "session_params": "a session of the gateway (POST /sessions)",
-}
-"""Fields that are not supported, and those that take their place."""
-_IGNORED_SAMPLING: Final = ("spaces_between_special_tokens", "stream_interval")
+_SEED: Final = {"seed": "sampling_seed"}
+_SAMPLING_PART: Final[dict[str, str]] = {"where": "sampling_params", "part": "sampling_params."}
 
 
 class _Sampling(CommonSampling, frozen=True, kw_only=True):
@@ -119,7 +103,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
                 check_whole("logprob_start_len", self.stream)
                 if starts[at] < 0:
                     raise InvalidRequest(f"logprob_start_len must be at least -1, got {starts[at]}")
-                scored = Wanted(starts[at], top[at])
+                scored = Wanted(starts[at], top[at], "top_logprobs_num")
             if top[at] and not wants[at]:
                 raise InvalidRequest("top_logprobs_num needs return_logprob=true")
             if given[at] and not wants[at]:
@@ -145,6 +129,11 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
                     priority=self.priority or 0,
                     rid=rids[at],
                     lora=adapters[at] or "",
+                    names={
+                        **({} if params[at].sampling_seed is None else _SEED),
+                        "top_logprobs": "top_logprobs_num",
+                        "lora": "lora_path",
+                    },
                 )
             )
         return turns
@@ -199,10 +188,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidRequest(
                 f"there are {count} prompts and {len(several)} sampling_params: give one for each"
             )
-        return [
-            convert_fields(one, _Sampling, ignored=_IGNORED_SAMPLING, where="sampling_params")
-            for one in several
-        ]
+        return [convert_fields(one, _Sampling, SGLANG_FIELDS, **_SAMPLING_PART) for one in several]
 
     def _rids(self, count: int) -> list[str]:
         """Return the id of each prompt."""
@@ -246,7 +232,7 @@ def parse(body: bytes) -> GenerateRequest:
         InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
             is not supported.
     """
-    made = decode_body(body, GenerateRequest, ignored=_IGNORED, nothing=_NOTHING, instead=_INSTEAD)
+    made = decode_body(body, GenerateRequest, SGLANG_FIELDS)
     # The answer shows the id, and clients may abort by it.
     return made if made.rid else msgspec.structs.replace(made, rid=secrets.token_hex(16))
 

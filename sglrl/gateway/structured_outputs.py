@@ -7,13 +7,22 @@ Source: ``StructuredOutputsParams`` of vLLM
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from ..errors import InvalidRequest
 from ..inference.grammar_checks import GRAMMARS
 from .dialect import convert_fields
+
+_FORM: Final = "response_format"
+_OURS: Final = {
+    "json": "json_schema",
+    "json_object": "json_schema",
+    "regex": "regex",
+    "grammar": "ebnf",
+}
+"""Our names of the grammars in ``structured_outputs``. The others are structural tags."""
 
 
 class _Fields(msgspec.Struct, frozen=True, kw_only=True):
@@ -54,8 +63,23 @@ def with_structured_outputs(
         raise InvalidRequest(f"structured_outputs: give one grammar, got {len(given)}")
     other = next((name for name in GRAMMARS if sampling.get(name) is not None), None)
     if given and other is not None:
-        raise InvalidRequest(f"structured_outputs and {other} are both grammars: give one of them")
+        own = _FORM if other in ("json_schema", "structural_tag") else other
+        raise InvalidRequest(f"structured_outputs and {own} are both grammars: give one of them")
     return {**sampling, **dict(given)}
+
+
+def grammar_names(form: Any, fields: Mapping[str, Any] | None) -> dict[str, str]:
+    """Return the client's names of grammars, by our name. See ``TurnRequest.names``.
+
+    Args:
+        form: ``response_format``, or None.
+        fields: of ``structured_outputs``.
+    """
+    if fields:
+        given = next((name for name, value in fields.items() if value is not None), "")
+        ours = _OURS.get(given, "structural_tag")
+        return {ours: f"structured_outputs.{given}"}
+    return {} if form is None else dict.fromkeys(("json_schema", "structural_tag"), _FORM)
 
 
 def _tag_of(choice: list[str] | None) -> dict[str, Any] | None:

@@ -16,10 +16,8 @@ from ..inference.client import Client
 from ..inference.prompts import load_tokenizer, template_arguments
 from ..inference.threads import in_thread
 from ..inference.tokens import check_ids
+from .accepted_fields import TOKENIZE_FIELDS
 from .dialect import Message, decode_body
-
-_INSTEAD: Final = {"text": "prompt"}
-"""Fields that are not supported, and those that take their place."""
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,7 +75,7 @@ async def tokenize(client: Client, body: bytes) -> dict[str, Any]:
     Raises:
         InvalidRequest: a field is wrong, or the chat template rejects the messages.
     """
-    request = decode_body(body, TokenizeRequest, instead=_INSTEAD)
+    request = decode_body(body, TokenizeRequest, TOKENIZE_FIELDS)
     request.check()
     requests = client._started()
     box = requests.box

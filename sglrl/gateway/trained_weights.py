@@ -19,6 +19,7 @@ import msgspec
 from ..errors import InvalidRequest
 from ..inference.client import Client
 from ..wire.weights import TensorSpec
+from .accepted_fields import without_effect
 from .dialect import decode_body
 from .errors import HttpError
 from .settings import Settings
@@ -27,7 +28,7 @@ _SECONDS: Final = 300.0
 """Time limit for forming a group and for each update. TorchRL's client has the same limit."""
 _MOST_DIGITS: Final = 10
 """Of a version."""
-_UNCHANGED: Final = ("flush_cache", "torch_empty_cache")
+_UNCHANGED: Final = without_effect("flush_cache", "torch_empty_cache")
 """Fields that change nothing: versions never share a prefix cache."""
 
 
@@ -181,7 +182,7 @@ class TrainedWeights:
         return True
 
     async def _update(self, body: bytes) -> Any:
-        given = decode_body(body, _Update, ignored=_UNCHANGED)
+        given = decode_body(body, _Update, _UNCHANGED)
         specs, version = given.specs(), _version(given.weight_version)
         member = self._groups.get(given.group_name)
         if member is None:
@@ -200,7 +201,7 @@ class TrainedWeights:
         return _done(f"the weights are version {self._client.weight_version}")
 
     async def _update_from_disk(self, body: bytes) -> Any:
-        given = decode_body(body, _FromDisk, ignored=_UNCHANGED)
+        given = decode_body(body, _FromDisk, _UNCHANGED)
         async with self._lock:
             await self._client.update_weights_from_disk(
                 given.model_path,

@@ -16,6 +16,7 @@ import msgspec
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
 from ..inference.sampling import own_names
+from .accepted_fields import VLLM_FIELDS
 from .answers import weight_versions
 from .chat import StreamOptions
 from .dialect import (
@@ -35,39 +36,11 @@ from .dialect import (
 from .errors import HttpError
 from .prompt_logprobs import Scored, by_token, check_whole, wanted_of
 from .routed_experts import experts_for_verifiers
-from .structured_outputs import with_structured_outputs
+from .structured_outputs import grammar_names, with_structured_outputs
 from .token_answers import TokenRow, token_rows, usage_of_prompts
 
 LEAST_LOGPROB: Final = -9999.0
 """JSON has no infinity. vLLM sends this instead."""
-_IGNORED: Final = (
-    "cache_salt", "parse_context", "reasoning_ended", "reasoning_parser_kwargs", "token_offsets",
-)  # fmt: skip
-"""Fields that do not change the answer."""
-_NOTHING: Final[dict[str, Any]] = {"output_mode": (None, "tokens")}
-"""Values of fields that are not supported which ask for nothing. Of others: false, or empty."""
-_INSTEAD: Final = {
-    "content_parts": "token_ids",
-    "features": "token_ids",
-    "output_mode": "POST /v1/completions for text",
-}
-"""Fields that are not supported, and those that take their place."""
-_IGNORED_SAMPLING: Final = (
-    "detokenize", "flat_logprobs", "output_kind", "skip_clone", "spaces_between_special_tokens",
-    "stream_interval",
-)  # fmt: skip
-_NOTHING_SAMPLING: Final[dict[str, Any]] = {
-    # A shorter form of the logprobs, which servers may leave out.
-    "extra_args": (None, {}, {"prl_compact_logprobs": True}, {"prl_compact_logprobs": False}),
-}
-_INSTEAD_SAMPLING: Final = {
-    "allowed_token_ids": "logit_bias or structured_outputs",
-    "bad_words": "logit_bias",
-    "logprob_token_ids": "logprobs",
-    "prompt_logprob_token_ids": "prompt_logprobs",
-}
-
-
 _NOT_SAMPLING: Final = (
     "n", "logprobs", "prompt_logprobs", "routed_experts_prompt_start", "structured_outputs",
 )  # fmt: skip
@@ -137,6 +110,14 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
             priority=-(self.priority or 0),
             rid=self.request_id or "",
             experts_from=start,
+            names={
+                "max_new_tokens": "max_tokens",
+                "min_new_tokens": "min_tokens",
+                "no_stop_trim": "include_stop_str_in_output",
+                "top_logprobs": "logprobs",
+                "input_ids": "token_ids",
+                **grammar_names(None, sampling.structured_outputs),
+            },
         )
         return [made]
 
@@ -153,10 +134,9 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
         return convert_fields(
             self.sampling_params,
             _Sampling,
-            ignored=_IGNORED_SAMPLING,
-            nothing=_NOTHING_SAMPLING,
-            instead=_INSTEAD_SAMPLING,
+            VLLM_FIELDS,
             where="sampling_params",
+            part="sampling_params.",
         )
 
 
@@ -167,7 +147,7 @@ def parse(body: bytes) -> TokenRequest:
         InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
             is not supported.
     """
-    made = decode_body(body, TokenRequest, ignored=_IGNORED, nothing=_NOTHING, instead=_INSTEAD)
+    made = decode_body(body, TokenRequest, VLLM_FIELDS)
     if made.request_id:
         return made
     # The answer shows the id, and clients may abort by it.

@@ -389,6 +389,19 @@ def template_shows_tools(box: TokenizerBox) -> bool:
         return True
 
 
+def template_shows_system(box: TokenizerBox) -> bool:
+    """Return whether the chat template writes system messages that are not the first message."""
+    first, ask = {"role": "system", "content": "Be brief."}, _PROBES[0][0]
+    later = {"role": "system", "content": "Be exact."}
+    for messages in ([first, ask, later], [ask, later], [first, later, ask]):
+        try:
+            if later["content"] not in render_conversation(box, messages, {}):
+                return False
+        except InvalidRequest:
+            return False
+    return True
+
+
 def schemas(tools: Sequence[Any]) -> list[Any]:
     """Return the schema of each tool. That of a function is made of its hints and docstring."""
     if any(callable(tool) for tool in tools):

@@ -162,7 +162,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             check_integer("seed", self.seed, 0, MOST_SEED)
         for text in _texts("stop", self.stop):
             if not text:
-                raise InvalidRequest("a stop string is empty; it would end every output at once")
+                raise InvalidRequest("stop has an empty string: it would end every output at once")
         for text in _texts("stop_regex", self.stop_regex):
             try:
                 re.compile(text)
@@ -296,10 +296,15 @@ def _sent(value: str | Mapping[str, Any] | None) -> str | None:
 def _texts(name: str, value: Any) -> Sequence[str]:
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-        raise InvalidRequest(f"{name} must be a string or a list of strings, got {value!r}")
+        hint = "; give token ids as stop_token_ids" if _has_ids(texts) else ""
+        raise InvalidRequest(f"{name} must be a string or a list of strings, got {value!r}{hint}")
     for text in texts:
         check_text(name, text)
     return texts
+
+
+def _has_ids(values: Any) -> bool:
+    return isinstance(values, (list, tuple)) and any(type(one) is int for one in values)
 
 
 class Prepared:

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple
 
 import msgspec
 
+from ..config import GatewayOptions
 from ..errors import DRIVER_ERRORS, RemoteError, SglrlError
 from ..inference.sampling import SamplingParams
 from ..sessions.record import Record
@@ -47,7 +48,7 @@ class Settings(NamedTuple):
     max_staleness: int | None
     sampling: SamplingParams | None
     values: dict[str, Any]
-    gateway: bool = False
+    gateway: bool | GatewayOptions = False
 
     def __repr__(self) -> str:
         # The address and the keys hold secrets.

@@ -104,7 +104,9 @@ class AgentTasks:
             # Imported here because it needs the extra "gateway".
             from ..gateway.running import local_gateway
 
-            self._gateway = await self._stack.enter_async_context(local_gateway(self._client))
+            self._gateway = await self._stack.enter_async_context(
+                local_gateway(self._client, self._config.gateway)
+            )
         self._play = await self._stack.enter_async_context(made_ready(self.agent))
 
     async def close(self) -> None:

@@ -121,7 +121,9 @@ class AgentWorker(Actor):
             # Imported here because it needs the extra "gateway".
             from ..gateway.running import local_gateway
 
-            self._gateway = await self._stack.enter_async_context(local_gateway(self._client))
+            self._gateway = await self._stack.enter_async_context(
+                local_gateway(self._client, settings.gateway)
+            )
             # Agents that block run in the threads of the event loop.
             threads = ThreadPoolExecutor(_MOST_THREADS, "agent")
             asyncio.get_running_loop().set_default_executor(threads)

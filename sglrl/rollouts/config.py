@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any, Literal
 
-from ..config import check_gateway_packages, check_timeout
+from ..config import GatewayOptions, check_gateway_packages, check_timeout
 from ..core.rollout_plan import Plan
 from ..core.seeds import MOST_SEED
 from ..errors import UsageError
@@ -44,7 +44,7 @@ class RolloutConfig:
     open_session: Callable[[Any], Mapping[str, Any]] = session_arguments
     ahead: int | None = None
     processes: int | None = None
-    gateway: bool = False
+    gateway: bool | GatewayOptions = False
     progress: bool | None = None
     state: Mapping[str, Any] | None = None
     seed: int | None = None
@@ -72,6 +72,10 @@ class RolloutConfig:
         if self.min_group is not None and self.min_group > self.group_size:
             raise UsageError(
                 f"min_group={self.min_group} is more than group_size={self.group_size}"
+            )
+        if not isinstance(self.gateway, (bool, GatewayOptions)):
+            raise UsageError(
+                f"gateway must be a bool or sglrl.GatewayOptions(...), got {self.gateway!r:.99}"
             )
         if self.gateway:
             check_gateway_packages()

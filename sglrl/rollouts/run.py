@@ -14,7 +14,7 @@ from collections.abc import (
 )
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, Unpack
 
-from ..config import check_timeout
+from ..config import GatewayOptions, check_timeout
 from ..errors import UsageError
 from ..inference.options import SessionOptions
 from ..inference.sampling import SamplingParams
@@ -54,7 +54,7 @@ def rollout(
     open_session: Callable[[Any], Mapping[str, Any]] | None = None,
     ahead: int | None = None,
     processes: int | None = None,
-    gateway: bool = False,
+    gateway: bool | GatewayOptions = False,
     progress: bool | None = None,
     state: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     seed: int | None = None,
@@ -127,7 +127,8 @@ def rollout(
             is for agents that compute. See below.
         gateway: agents may use the session over HTTP: ``session.base_url`` and
             ``session.api_key`` are for clients of OpenAI's and other APIs (extra ``gateway``). All
-            calls become turns of the session. Items need no prompt then. See below.
+            calls become turns of the session. Items need no prompt then. ``GatewayOptions`` say
+            what becomes of tools and system messages that the model cannot be shown. See below.
         progress: show the progress on a terminal, or in the log. True: always. None: on a terminal
             only.
         state: the ``state_dict`` of an earlier run, or the path of a file that ``Rollout.save``

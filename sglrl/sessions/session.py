@@ -175,6 +175,7 @@ class Session:
         self,
         *,
         tool_choice: ToolChoice | None = None,
+        parallel_tool_calls: bool = True,
         top_logprobs: int = 0,
         on_chunk: OnChunk | None = None,
         **values: Unpack[SamplingOptions],
@@ -187,6 +188,7 @@ class Session:
 
         Args:
             tool_choice: as in ``Client.session``, for this turn. None: that of the session.
+            parallel_tool_calls: False: the turn ends after its first call of a tool.
             top_logprobs: also return this many most likely tokens at each position.
             on_chunk: called with new tokens as they arrive.
             **values: the fields of ``SamplingParams``. They override those of the session.
@@ -203,7 +205,8 @@ class Session:
         prepared = self._prepared(dict(values))
         await self._sampler.begin()
         try:
-            return await self._turn(prepared, tool_choice, top_logprobs, on_chunk)
+            choice = tool_choice, parallel_tool_calls
+            return await self._turn(prepared, choice, top_logprobs, on_chunk)
         except Closed:
             shared = self._shared
             shared.refused = shared.refused or not self._sampler.has_closed
@@ -215,7 +218,7 @@ class Session:
     async def _turn(
         self,
         prepared: Prepared,
-        tool_choice: ToolChoice | None,
+        choice: tuple[ToolChoice | None, bool],
         top_logprobs: int,
         on_chunk: OnChunk | None,
     ) -> Completion:
@@ -236,7 +239,7 @@ class Session:
             end = None if place.begins else self._history.end_token(place.last)
             arguments = self._spec, observed, before, dialogue, end, self._history.said(place)
             ids, dialogue = await in_thread(encode_observations, *arguments)
-        prepared = await self._spec.with_tool_choice(prepared, tool_choice)
+        prepared = await self._spec.with_tool_choice(prepared, *choice)
         begin = 0
         if prepared.params.return_routed_experts and ids.startswith(place.tokens):
             begin = max(self._spec.routed_from, self._history.routed(place))

@@ -23,6 +23,7 @@ from ..inference.renderer import (
 )
 from ..inference.requests import Requests
 from ..inference.sampling import Prepared, SamplingParams, own_names
+from ..inference.single_call import stop_after_call
 from ..inference.threads import in_thread
 from ..inference.tokens import TokenIds, check_ids
 from ..inference.tool_choice import ToolChoice, chosen_tool, require_call
@@ -102,6 +103,8 @@ class SessionSpec:
         """Parses and extends the conversation. Known after ``ids``."""
         self._renderer = renderer
         self._searched = False
+        self._later_tools: list[Any] = []
+        """Schemas of tools that messages describe, and not the prompt's list of tools."""
         self.timeout = client._timeout if limit is None else limit
         self.priority, *_ = check_target(priority, None, None)
         self.metadata = metadata or {}
@@ -203,6 +206,20 @@ class SessionSpec:
         made.priority, *_ = check_target(priority, None, None)
         return made
 
+    def with_later_tools(self, tools: Sequence[Any]) -> SessionSpec:
+        """Return this spec, or a copy that also parses calls of tools that messages describe."""
+        if not tools or list(tools) == self._later_tools:
+            return self
+        made = copy(self)
+        made._later_tools = list(tools)
+        made.renderer = made._with_all_tools(self.renderer)
+        return made
+
+    def _with_all_tools(self, renderer: Renderer | None) -> Renderer | None:
+        if renderer is None or not self._later_tools:
+            return renderer
+        return renderer.with_tools([*(self.template.get("tools") or ()), *self._later_tools])
+
     def with_ids(self, ids: TokenIds) -> SessionSpec:
         """Return a copy whose prompt is given tokens. Its messages decide how turns are parsed."""
         made = copy(self)
@@ -290,21 +307,28 @@ class SessionSpec:
                 return find_renderer(self._renderer, box, self.template)
             return fitting_renderer(self._renderer, box, self.template, messages, ids)
 
-        self.renderer = await in_thread(find)
+        self.renderer = self._with_all_tools(await in_thread(find))
         self._searched = True
 
     def prepare(self, values: dict[str, Any]) -> Prepared:
         """Check the sampling values of one turn. They override those of the session."""
         return self.requests.samplings.prepare(self.sampling, {**self.values, **own_names(values)})
 
-    async def with_tool_choice(self, prepared: Prepared, choice: ToolChoice | None) -> Prepared:
+    async def with_tool_choice(
+        self, prepared: Prepared, choice: ToolChoice | None, parallel: bool
+    ) -> Prepared:
         """Add the grammar of ``tool_choice`` to the values of a turn, after ``ids``.
 
         Args:
             choice: of this turn. None: that of the session.
+            parallel: the turn may make several calls.
         """
         choice = self.tool_choice if choice is None else choice
-        return await require_call(self.requests.samplings, prepared, choice, [self.renderer])
+        samplings = self.requests.samplings
+        prepared = await require_call(samplings, prepared, choice, [self.renderer])
+        if parallel or choice not in ("auto", "required"):
+            return prepared
+        return await stop_after_call(samplings, prepared, self.renderer)
 
     def render(self, messages: Sequence[Message]) -> str:
         """Return the text of a conversation, up to the assistant's turn."""

@@ -62,6 +62,14 @@ def serve(
     processes: Annotated[
         int, typer.Option(min=1, help="Processes that answer requests and share the port.")
     ] = 1,
+    unsupported_tools: Annotated[
+        str,
+        typer.Option(help="Tools that the model cannot be shown: reject, or omit."),
+    ] = "reject",
+    later_system: Annotated[
+        str,
+        typer.Option(help="System messages after the first message: keep, user or merge."),
+    ] = "keep",
 ) -> None:
     """Serve a model to clients of OpenAI's, Anthropic's, SGLang's and vLLM's APIs, until SIGTERM.
 
@@ -102,6 +110,8 @@ def serve(
             keep_disconnected=keep,
             expire_after=expire_after,
             processes=processes,
+            unsupported_tools=unsupported_tools,
+            later_system=later_system,
         )
         async with client, gateway:
             for number in (signal.SIGINT, signal.SIGTERM):

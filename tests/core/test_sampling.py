@@ -73,7 +73,7 @@ BAD: dict[str, dict[str, list[Any]]] = {
     },
     "is not a regular expression": {"stop_regex": ["(", ["a", "[b"]]},
     "must be a dict of token id and bias": {"logit_bias": [5, [1, 2], "3", {1}]},
-    "stop string is empty": {"stop": ["", ["a", ""]]},
+    "stop has an empty string": {"stop": ["", ["a", ""]]},
     "lone surrogate": {
         "stop": ["\ud800", ["a", "\ud800"]],
         "stop_regex": ["\ud800"],

@@ -167,6 +167,7 @@ def blocks_of(role: str, *blocks: Any) -> dict[str, Any]:
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/x.png"}}
 RESULT = {"type": "tool_result", "tool_use_id": "call_0_0"}
+REFERENCE = {"type": "tool_reference", "tool_name": "x"}
 
 
 @pytest.mark.parametrize(
@@ -175,7 +176,7 @@ RESULT = {"type": "tool_result", "tool_use_id": "call_0_0"}
         ({"messages": None}, "Expected `array`"),
         ({"messages": []}, "messages is empty"),
         ({"messages": [{"role": "tool", "content": "3"}]}, "Invalid enum value 'tool'"),
-        ({"messages": [{**ASK, "name": "me"}]}, "unknown field `name`"),
+        ({"messages": [{**ASK, "name": "me"}]}, "messages[0]: the field 'name' is not supported"),
         ({"messages": [ASK, {"role": "assistant", "content": "So"}]}, "(prefill) is not supported"),
         (blocks_of("user"), "messages[0].content is empty"),
         (
@@ -203,26 +204,17 @@ RESULT = {"type": "tool_result", "tool_use_id": "call_0_0"}
         ({"output_format": {"type": "x"}}, "not supported; use output_config.format"),
         ({"context_management": {"edits": [{"type": "x"}]}}, "'context_management' is not"),
         ({"container": "x"}, "the field 'container' is not supported"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 1024}}, "budget_tokens is not"),
-        ({"thinking": {"type": "adaptive", "display": "omitted"}}, "display 'omitted' is not"),
-        (
-            {"tools": [{"type": "web_search_20250305", "name": "w"}]},
-            "'web_search_20250305'",
-        ),
-        ({"tools": [{"type": "bash_20250124", "name": "bash"}]}, "of type 'bash_20250124'"),
+        ({"thinking": {"type": "enabled", "budget": 1024}}, "thinking: the field 'budget' is not"),
+        ({"thinking": {"type": "adaptive", "display": "all"}}, "display must be one of"),
         ({"tools": [{"name": "add"}]}, "tools[0]: Object missing required field `input_schema`"),
+        ({"tools": [ADD, {**ADD, "x": True}]}, "tools[1]: the field 'x' is not"),
         (
-            {"tools": [ADD, {**ADD, "strict": True}]},
-            "tools[1]: the field 'strict' is not",
+            blocks_of("user", {**RESULT, "content": [REFERENCE]}),
+            "names 'x', and 'tools' has no such tool",
         ),
-        ({"tools": [{**ADD, "defer_loading": True}]}, "the field 'defer_loading' is not"),
         ({"tool_choice": {"type": "required"}}, "Invalid enum value 'required'"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name is missing"),
         ({"tool_choice": {"type": "any", "name": "add"}}, 'needs the type "tool"'),
-        (
-            {"tools": [ADD], "tool_choice": {"type": "auto", "disable_parallel_tool_use": True}},
-            "disable_parallel_tool_use=true is not supported",
-        ),
     ],
 )
 def test_a_field_is_honoured_or_rejected(fields: dict[str, Any], message: str) -> None:
@@ -236,6 +228,92 @@ def test_fields_that_ask_for_nothing_are_accepted() -> None:
     parsed(container=None, mcp_servers=[], context_management=keeps, speed="standard", tools=[])
     names = {*MessagesRequest.__struct_fields__} - {"messages", "model"}
     assert parsed(**dict.fromkeys(names)) == parsed()
+
+
+def test_fields_of_claude_code_are_accepted() -> None:
+    """Those of Claude Code 2.1, in all places where it may send them."""
+    system = {"role": "system", "content": [{"type": "text", "text": "Env", **CACHED}]}
+    asks = {"role": "user", "content": [{"type": "text", "text": "Hi", **CACHED}]}
+    result = {**RESULT, "content": [{"type": "text", "text": "3", **CACHED}], **CACHED}
+    call = {"role": "assistant", "content": [{**CALL, **CACHED}]}
+    request = parsed(
+        messages=[asks, system, call, {"role": "user", "content": [result]}],
+        system=[{"type": "text", "text": "Be brief.", **CACHED}],
+        tools=[{**ADD, **CACHED, "strict": True, "eager_input_streaming": True}],
+        tool_choice={"type": "auto", "disable_parallel_tool_use": False, **CACHED},
+        thinking={"type": "enabled", "budget_tokens": 31999, "display": "updates"},
+        output_config={"effort": "high", "task_budget": {"type": "tokens", "total": 10}},
+        metadata={"user_id": "x"}, betas=["x"], **CACHED,
+    )  # fmt: skip
+    assert [one["role"] for one in request.messages] == [
+        "system", "user", "system", "assistant", "tool",
+    ]  # fmt: skip
+    assert [tool["function"]["name"] for tool in request.tools] == ["add"]
+    assert request.parallel_tool_calls
+    assert not parsed(
+        tools=[ADD], tool_choice={"type": "auto", "disable_parallel_tool_use": True}
+    ).parallel_tool_calls
+
+
+def test_tools_that_the_model_cannot_be_shown_are_left_out() -> None:
+    request = parsed(
+        tools=[{"type": "web_search_20250305", "name": "w", "max_uses": 5}, ADD],
+        mcp_servers=[{"type": "url", "name": "m", "url": "https://example.org"}],
+    )
+    assert [tool["function"]["name"] for tool in request.tools] == ["add"]
+    assert request.left_out == ["tools[0] of type 'web_search_20250305'", "mcp_servers"]
+
+
+LATER = {**ADD, "name": "later", "defer_loading": True}
+UNUSED = {**ADD, "name": "unused", "defer_loading": True}
+
+
+def functions_in(text: str) -> list[Any]:
+    first, *lines, last = text.split("\n")
+    assert (first, last) == ("<functions>", "</functions>")
+    tags = "<function>", "</function>"
+    return [json.loads(line.removeprefix(tags[0]).removesuffix(tags[1])) for line in lines]
+
+
+def test_a_deferred_tool_is_shown_where_a_message_refers_to_it() -> None:
+    """So the beginning of the prompt stays the same when the client has found a tool."""
+    references = [{"type": "tool_reference", "tool_name": name} for name in ("later", "add")]
+    found = {"role": "user", "content": [{**RESULT, "content": references}]}
+    before = parsed(tools=[ADD, UNUSED])
+    after = parsed(messages=[ASK, {"role": "assistant", "content": [CALL]}, found],
+                   tools=[LATER, ADD, UNUSED])  # fmt: skip
+    assert before.tools == after.tools
+    assert before.later_tools == []
+    names = [tool["function"]["name"] for tool in after.later_tools]
+    assert names == ["later"]
+    shown = functions_in(after.messages[-1]["content"])
+    assert [one["name"] for one in shown] == ["later", "add"]
+    assert shown[0] == {"name": "later", "description": "Add.", "parameters": NUMBERS}
+
+
+def test_messages_add_and_remove_tools() -> None:
+    given = {"type": "tool_definition", "definition": {**ADD, "name": "new"}}
+    changes = [
+        {"type": "tool_addition", "tool": given, **CACHED},
+        {"type": "tool_removal", "tool": {"type": "tool_reference", "name": "add"}},
+    ]
+    request = parsed(messages=[ASK, {"role": "system", "content": changes}], tools=[ADD])
+    text = request.messages[-1]["content"]
+    assert text.endswith("</functions>The tool add is no longer available.")
+    assert [tool["function"]["name"] for tool in request.later_tools] == ["new"]
+
+
+def test_deferred_tools_that_only_anthropic_could_find_are_shown() -> None:
+    search = {"type": "tool_search_tool_bm25_20251119", "name": "tool_search_tool_bm25"}
+    request = parsed(tools=[search, LATER])
+    assert [tool["function"]["name"] for tool in request.tools] == ["later"]
+    assert request.left_out == ["tools[0] of type 'tool_search_tool_bm25_20251119'"]
+
+
+def test_examples_of_a_tool_are_part_of_its_description() -> None:
+    (tool,) = parsed(tools=[{**ADD, "input_examples": [{"a": 1}, {"a": 2}]}]).tools
+    text = 'Add.\n\nExamples of its input:\n{"a": 1}\n{"a": 2}'
+    assert tool["function"]["description"] == text
 
 
 JSON = st.recursive(

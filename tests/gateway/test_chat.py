@@ -101,7 +101,11 @@ def test_tools_are_hidden_if_none_may_be_called() -> None:
         ({"separate_reasoning": False}, "the field 'separate_reasoning' is not supported"),
         ({"stream_reasoning": 1}, "the field 'stream_reasoning' is not supported"),
         ({"stream_options": {"continuous_usage_stats": True}}, "use include_usage"),
-        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls=false"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"type": "custom", "custom": {}}]}]},
+            "custom.input must be text",
+        ),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0].custom.name is missing"),
         ({"tools": [TOOL, {"function": {}}]}, "tools[1].function.name is missing"),
         ({"tools": [{"function": {"name": 7}}]}, "tools[0].function.name is missing, or is not"),
         ({"tools": [{"name": "add"}]}, "tools[0].function.name is missing"),
@@ -117,8 +121,12 @@ def test_fields_that_ask_for_nothing_are_accepted() -> None:
     parsed(audio=None, functions=[], modalities=None, parallel_tool_calls=False, logprobs=False)
     # prime-rl sends the version of the weights.
     assert parsed(cache_salt="3") == parsed()
+    assert parsed(add_generation_prompt=True, best_of=1, length_penalty=1.0) == parsed()
+    assert not parsed(tools=[TOOL], parallel_tool_calls=False).parallel_tool_calls
+    assert parsed(web_search_options={}).left_out == ["web_search_options"]
     parsed(modalities=["text"], voice=False, separate_reasoning=True, stream_reasoning=True)
-    for fields in ({"modalities": ["audio"]}, {"voice": 0}, {"functions": [{}]}):
+    for fields in ({"modalities": ["audio"]}, {"voice": 0}, {"functions": [{}]},
+                   {"add_generation_prompt": False}, {"best_of": 2}):  # fmt: skip
         with pytest.raises(InvalidRequest, match="is not supported"):
             parsed(**fields)
 

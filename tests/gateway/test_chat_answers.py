@@ -11,8 +11,11 @@ import pytest
 import pytest_asyncio
 
 import sglrl
-from sglrl.gateway.chat import CHAT
+from sglrl.gateway.answers import message_of
+from sglrl.gateway.chat import CHAT, ChatRequest, parse
+from sglrl.gateway.conversations import Digest
 from sglrl.gateway.serving import Gateway, serve
+from sglrl.inference.message import AssistantMessage, ToolCall
 
 from .made import client_of, completion
 
@@ -60,6 +63,43 @@ def test_each_logprob_is_sent_once() -> None:
     assert [len(one["content"]) if one else None for one in found] == [2, None, 2, None]
     whole = answer(logprobs=True, top_logprobs=2).whole([ended])["choices"][0]["logprobs"]
     assert [token for one in found if one for token in one["content"]] == whole["content"]
+
+
+def test_calls_of_custom_tools_have_a_text() -> None:
+    """Such a call that a client sends back is the one that was sampled."""
+    patch = {"type": "custom", "custom": {"name": "patch", "description": "Edit."}}
+    made = [("patch", {"input": "a"}), ("patch", {"x": 1}), ("other", {"input": "a"})]
+    calls = [
+        ToolCall(id=f"call_{at}", name=name, arguments=arguments, raw="")
+        for at, (name, arguments) in enumerate(made)
+    ]
+    done = completion([1, 2], finish="stop")
+    done.__dict__["message"] = AssistantMessage(content="", tool_calls=tuple(calls))
+    fields = {"messages": ASK, "tools": [patch]}
+    request = parse(json.dumps(fields).encode(), ChatRequest)
+    (turn,) = request.turns()
+    assert turn.tools == [
+        {
+            "type": "function",
+            "function": {
+                "name": "patch",
+                "description": "Edit.",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"input": {"type": "string"}},
+                    "required": ["input"],
+                },
+            },
+        }
+    ]
+    said = request.answer("m", "").whole([done])["choices"][0]["message"]
+    assert [call["type"] for call in said["tool_calls"]] == ["custom", "function", "function"]
+    assert said["tool_calls"][0]["custom"] == {"name": "patch", "input": "a"}
+    fields["messages"] = [*ASK, said]
+    (turn,) = parse(json.dumps(fields).encode(), ChatRequest).turns()
+    assert turn.messages is not None
+    beginnings = Digest(turn.messages, {}).beginnings
+    assert beginnings[-1] == Digest(ASK, {}).with_answer(message_of(done))
 
 
 # --- with the fake engine, which repeats the prompt -----------------------------------------------

@@ -7,6 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
+import numpy as np
 import openai
 import pytest
 import pytest_asyncio
@@ -71,7 +72,7 @@ def test_prompts(prompt: Any, prompts: list[Any]) -> None:
         ({"best_of": 3}, "best_of must equal n, got best_of=3, n=1"),
         ({"echo": True, "logprobs": 0, "stream": True}, "echo with logprobs, needs stream=false"),
         ({"prompt_logprobs": 0, "stream": True}, "needs stream=false"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"max_tokens": -1}, "max_tokens must be at least 0"),
         ({"suffix": "x"}, "the field 'suffix' is not supported; use a prompt with"),
         ({"messages": [{}]}, "'messages' is not supported; use POST /v1/chat/completions"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs is for messages"),
@@ -207,6 +208,40 @@ async def test_texts_and_tokens(client: openai.AsyncOpenAI, pool: sglrl.Client) 
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("in_session", [False, True])
+async def test_scores_of_prompts(gateway: Gateway, pool: sglrl.Client, in_session: bool) -> None:
+    """As lm-evaluation-harness asks for them. In a session, they are no turn."""
+    hello = pool.tokenizer("Hello")["input_ids"]
+    values: Any = {"model": "tiny", "prompt": [hello, hello[:2]], "max_tokens": 0, "echo": True}
+    values |= {"temperature": 0, "seed": 1, "best_of": 1}
+    async with gateway.session() as session, client_of(session if in_session else gateway) as api:
+        made = await api.completions.create(**values, logprobs=2)
+        for choice, ids in zip(made.choices, (hello, hello[:2]), strict=True):
+            scores = await pool.score(ids)
+            assert choice.text == pool.tokenizer.decode(ids)
+            assert choice.finish_reason == "length"
+            found = choice.logprobs
+            assert found is not None
+            assert found.tokens == [pool.tokenizer.decode([id_]) for id_ in ids]
+            assert found.token_logprobs is not None
+            assert found.token_logprobs[0] is None
+            np.testing.assert_allclose(found.token_logprobs[1:], scores[1:], atol=1e-6)  # type: ignore[index,arg-type]
+            assert found.top_logprobs is not None
+            assert len(found.top_logprobs) == len(ids)
+        assert made.usage is not None
+        assert made.usage.completion_tokens == 0
+        plain = await api.completions.create(**values)
+        assert plain.choices[0].text == made.choices[0].text
+        parts = [part async for part in await api.completions.create(**values, stream=True)]
+        texts = ["", ""]
+        for part in parts:
+            for choice in part.choices:
+                texts[choice.index] += choice.text
+        assert texts == [choice.text for choice in made.choices]
+    assert session.trajectory is None
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_a_stream_is_the_whole_answer(client: openai.AsyncOpenAI) -> None:
     values: Any = {"model": "tiny", "prompt": ["Hé🙂!", "b"], "max_tokens": 300}
     values |= {"extra_body": {"return_token_ids": True}, "echo": True}
@@ -261,7 +296,7 @@ async def test_errors(client: openai.AsyncOpenAI) -> None:
             "is longer than the model's context length",
         ),
         ({"temperature": -1}, openai.BadRequestError, "temperature must be in"),
-        ({"logprobs": 2000}, openai.BadRequestError, "top_logprobs must be in"),
+        ({"logprobs": 2000}, openai.BadRequestError, "400 - .*: 'logprobs must be in"),
     ]
     for change, kind, message in wrong:
         values: Any = {"model": "tiny", "prompt": "Hi", **change}

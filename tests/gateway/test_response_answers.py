@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import numpy as np
 import openai
+import pytest
 from core.byte_decoder import decode_bytes
 from hypothesis import given
 from hypothesis import strategies as st
@@ -226,6 +227,60 @@ def test_an_answer() -> None:
     assert (whole["prompt_token_ids"], len(whole["token_ids"])) == ([1, 2, 3], 29)
     assert (whole["metadata"], whole["instructions"]) == ({"a": "b"}, "X")
     assert (whole["tools"], whole["max_output_tokens"]) == ([TOOL], 99)
+
+
+PATCH = {"type": "custom", "name": "patch"}
+AGENTS = {"type": "namespace", "name": "agents", "description": "", "tools": [TOOL, PATCH]}
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+def test_calls_have_the_form_of_their_tools(streamed: bool) -> None:
+    """What a client sends back is recognized, and so is a call of a custom tool without a text."""
+    made: list[tuple[str, dict[str, Any]]] = [
+        ("patch", {"input": "a\né"}),
+        ("patch", {"text": "a"}),
+        ("agents__add", {"a": 1}),
+        ("agents__patch", {"input": ""}),
+        ("unknown", {}),
+    ]
+    calls = [
+        ToolCall(id=f"call_{at}", name=name, arguments=arguments, raw="")
+        for at, (name, arguments) in enumerate(made)
+    ]
+    done = completed(AssistantMessage(content="", tool_calls=tuple(calls)))
+    body = parse(json.dumps({"input": "Hi", "tools": [PATCH, AGENTS], "model": "m"}).encode())
+    answer = body.answer("m", "")
+    if streamed:
+        answer.begin()
+        events = [
+            json.loads(part.partition("data: ")[2])
+            for part in answer.end([done], [{}]).decode().split("\n\n")
+            if part
+        ]
+        output = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+        assert output == events[-1]["response"]["output"]
+        inputs = [one["input"] for one in events if one["type"].endswith("tool_call_input.done")]
+        assert inputs == ["a\né", ""]
+    else:
+        output = answer.whole([done])["output"]
+    # Older versions of the library do not know namespaces of tools.
+    Response.model_validate({**answer.whole([done]), "output": output, "tools": []})
+    kinds = [(one["type"], one.get("namespace", ""), one["name"]) for one in output]
+    assert kinds == [
+        ("custom_tool_call", "", "patch"),
+        ("function_call", "", "patch"),
+        ("function_call", "agents", "add"),
+        ("custom_tool_call", "agents", "patch"),
+        ("function_call", "", "unknown"),
+    ]
+    results = [
+        {"type": f"{one['type']}_output", "call_id": one["call_id"], "output": "ok"}
+        for one in output
+    ]
+    (request,) = parse(json.dumps({"input": [ASK, *output, *results]}).encode()).turns()
+    assert request.messages is not None
+    returned = Digest(request.messages, {})
+    assert returned.beginnings[1] == Digest([ASK], {}).with_answer(message_of(done))
 
 
 def test_a_stream_that_fails() -> None:

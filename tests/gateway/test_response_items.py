@@ -78,6 +78,46 @@ def test_tools_have_the_form_of_chat_completions() -> None:
     assert parsed(tools=[]).tools is None
 
 
+PATCH = {
+    "type": "custom",
+    "name": "apply_patch",
+    "description": "Edit files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: WORD"},
+}
+AGENTS = {
+    "type": "namespace",
+    "name": "agents",
+    "description": "Others.",
+    "tools": [{**TOOL, "name": "close"}, {**PATCH, "format": {"type": "text"}}],
+}
+
+
+def test_tools_of_codex_are_shown_or_left_out() -> None:
+    search = {"type": "web_search", "external_web_access": True}
+    wait = {**TOOL, "defer_loading": True, "output_schema": {"type": "object"}, "name": "wait"}
+    request = parsed(
+        tools=[PATCH, AGENTS, search, wait, {"type": "tool_search", "execution": "client"}],
+        client_metadata={"session_id": "1"}, reasoning={"summary": "detailed", "context": "auto"},
+        max_tool_calls=3, include=["web_search_call.action.sources"],
+    )  # fmt: skip
+    functions = {tool["function"]["name"]: tool["function"] for tool in request.tools}
+    assert [*functions] == ["apply_patch", "agents__close", "agents__apply_patch", "wait"]
+    text = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+    assert functions["apply_patch"] == {
+        "name": "apply_patch",
+        "description": "Edit files.\n\nThe input follows this lark grammar:\nstart: WORD",
+        "parameters": text,
+    }
+    assert functions["agents__apply_patch"]["description"] == "Edit files."
+    assert request.left_out == ["tools[2] of type 'web_search'", "tools[4] of type 'tool_search'"]
+    for choice, name in (
+        ({"type": "custom", "name": "apply_patch"}, "apply_patch"),
+        ({"type": "function", "name": "close", "namespace": "agents"}, "agents__close"),
+    ):
+        chosen = parsed(tools=[PATCH, AGENTS], tool_choice=choice).tool_choice
+        assert chosen == {"type": "function", "function": {"name": name}}
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -90,26 +130,31 @@ def test_tools_have_the_form_of_chat_completions() -> None:
         ({"conversation": "conv_1"}, "'conversation' is not supported; use previous_response_id"),
         ({"background": True}, "'background' is not supported"),
         ({"prompt": {"id": "pmpt_1"}}, "'prompt' is not supported"),
-        ({"max_tool_calls": 2}, "'max_tool_calls' is not supported"),
         ({"truncation": "auto"}, "'truncation' is not supported"),
         ({"top_logprobs": 2}, "top_logprobs needs include=['message.output_text.logprobs']"),
-        ({"include": ["file_search_call.results"]}, "include has 'file_search_call.results'"),
+        ({"include": ["other"]}, "include has 'other'"),
         ({"text": {"verbosity": "tiny"}}, "text.verbosity must be one of 'low', 'medium', 'high'"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type must be one of"),
         ({"text": {"format": "text"}}, "text.format must be an object"),
         ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema is missing"),
         ({"text": {"format": {"type": "text", "x": 1}}}, "'text.format.x' is not supported"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort must be one of"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning.summary is not supported"),
         ({"reasoning": {"mode": "pro"}}, "'reasoning.mode' is not supported"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0] is of type 'web_search'"),
+        ({"tools": [TOOL, {**TOOL, "type": "custom"}]}, "tools[1].parameters' is not supported"),
+        (
+            {"tools": [TOOL, {"type": "custom", "name": "add"}]},
+            "tools[1] has the same name as",
+        ),
+        (
+            {"tools": [{"type": "namespace", "name": "n", "description": "", "tools": "x"}]},
+            "tools[0].tools must be a list of tools",
+        ),
         (
             {"tools": [{"type": "function", "function": {"name": "x"}}]},
             "'tools[0].function' is not",
         ),
         ({"tools": [{"type": "function"}]}, "tools[0].name must be a string"),
-        ({"tools": [{**TOOL, "defer_loading": True}]}, "'tools[0].defer_loading' is not supported"),
-        ({"tools": [TOOL], "parallel_tool_calls": False}, "parallel_tool_calls=false"),
+        ({"tools": [{**TOOL, "async": True}]}, "'tools[0].async' is not supported"),
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice 'allowed_tools' is not"),
         ({"tool_choice": "add"}, "tool_choice 'add' is not supported"),
         ({"tool_choice": {"type": "function"}}, "tool_choice.name must be a string"),
@@ -251,7 +296,7 @@ def test_items_become_messages(items: Any, messages: list[Message]) -> None:
     ("item", "message"),
     [
         ({"role": "tool", "content": "x"}, "[1].role must be one of 'user', 'system', 'developer'"),
-        ({"role": "user"}, "[1].content must be text or a list of parts, got None"),
+        ({"role": "user"}, "[1].content is missing"),
         ({"role": "user", "content": [{"type": "input_image"}]}, "content[0] is of type 'input_im"),
         ({"role": "user", "content": ["x"]}, "content[0] is of type None, and only text"),
         ({"role": "user", "content": [{"type": "input_text"}]}, "content[0].text must be a string"),

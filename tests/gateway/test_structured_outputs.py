@@ -83,8 +83,8 @@ def test_a_field_is_honoured_or_rejected(
 @pytest.mark.parametrize(
     ("other", "name"),
     [
-        ({"response_format": FORM}, "json_schema"),
-        ({"response_format": {"type": "json_object"}}, "json_schema"),
+        ({"response_format": FORM}, "response_format"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
         ({"regex": "a"}, "regex"),
         ({"ebnf": "a"}, "ebnf"),
     ],

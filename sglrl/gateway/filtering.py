@@ -1,0 +1,103 @@
+"""What becomes of tools and system messages that the model cannot be shown."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+import msgspec
+
+from ..config import GatewayOptions
+from ..errors import InvalidRequest
+from ..inference.prompts import check_conversation
+from .dialect import Message, TurnRequest
+
+logger = logging.getLogger("sglrl.gateway")
+_SEPARATOR = "\n\n"
+
+
+class Filtering:
+    """Applies the options of a gateway to requests.
+
+    Args:
+        shows_tools: the model's chat template writes tools into prompts.
+        shows_system: it writes system messages that are not the first message.
+    """
+
+    def __init__(
+        self, options: GatewayOptions, shows_tools: bool = True, shows_system: bool = True
+    ) -> None:
+        self._options = options
+        self._shows_tools = shows_tools
+        self._shows_system = shows_system
+        self._warned: set[str] = set()
+
+    def check_tools(self, request: TurnRequest) -> None:
+        """Check the tools of a request. Log those that are left out, each type once.
+
+        Raises:
+            InvalidRequest: the model cannot be shown a tool.
+        """
+        if request.tools and not self._shows_tools:
+            raise InvalidRequest("the chat template of this model shows no tools: omit tools")
+        for tool in request.left_out:
+            if self._options.unsupported_tools == "reject":
+                raise InvalidRequest(
+                    f"{tool} cannot be shown to the model, because only its provider's servers "
+                    'know it: omit it, or let the gateway leave it out (unsupported_tools="omit" '
+                    "of sglrl.serve and sglrl.GatewayOptions, sglrl serve --unsupported-tools omit)"
+                )
+            kind = re.sub(r"^tools\[\d+\][^ ]* ", "a tool ", tool)
+            if kind not in self._warned:
+                self._warned.add(kind)
+                logger.warning("%s cannot be shown to the model, and is left out", kind)
+
+    def shown(self, request: TurnRequest) -> TurnRequest:
+        """Return the request with the system messages that the model is shown.
+
+        Raises:
+            InvalidRequest: the chat template has no place for one.
+        """
+        messages = request.messages or ()
+        later = [at for at, one in enumerate(messages) if at and one.get("role") == "system"]
+        if not later:
+            return request
+        if self._options.later_system == "keep":
+            if self._shows_system:
+                return request
+            raise InvalidRequest(
+                f"message {later[0]} is a system message after the first message, and this "
+                "model's chat template has no place for it: send one system message, or let the "
+                'gateway change it (later_system="user" or "merge" of sglrl.serve and '
+                "sglrl.GatewayOptions, sglrl serve --later-system user)"
+            )
+        changed = _one_system(check_conversation(messages), self._options.later_system == "merge")
+        return msgspec.structs.replace(request, messages=changed)
+
+
+def _one_system(messages: Sequence[Mapping[str, Any]], merges: bool) -> list[Message]:
+    """Return messages of which only the first may be a system message.
+
+    Args:
+        merges: join all system messages. False: only those at the beginning.
+    """
+    leading = sum(1 for _ in takewhile(_is_system, messages))
+    among = messages if merges else messages[:leading]
+    joined = [one for one in among if _is_system(one)]
+    found: list[Message] = []
+    if joined:
+        text = _SEPARATOR.join(one["content"] for one in joined)
+        found.append({**joined[0], "content": text})
+    for one in messages[leading:]:
+        if not _is_system(one):
+            found.append(dict(one))
+        elif not merges:
+            found.append({**one, "role": "user"})
+    return found
+
+
+def _is_system(message: Mapping[str, Any]) -> bool:
+    return message.get("role") == "system"

@@ -1,0 +1,73 @@
+"""Tools that are no plain functions, as functions that chat templates know.
+
+A custom tool takes a text. The model sees a function with one argument, the text. A namespace has
+functions and custom tools. The model sees each of them under a name that begins with that of the
+namespace. Answers have the calls in the form that the client expects.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Final, NamedTuple
+
+_INPUT: Final = "input"
+_SEPARATOR: Final = "__"
+
+
+class Shown(NamedTuple):
+    """A tool as the client has given it.
+
+    Attributes:
+        namespace: "": it is in none.
+        custom: it takes a text.
+    """
+
+    name: str
+    namespace: str = ""
+    custom: bool = False
+
+
+def shown_name(name: str, namespace: str = "") -> str:
+    """Return the name of a tool that the model sees."""
+    return f"{namespace}{_SEPARATOR}{name}" if namespace else name
+
+
+def custom_function(name: str, description: str, form: Any) -> dict[str, Any]:
+    """Return the function that stands for a custom tool.
+
+    Args:
+        form: the format of the text. A grammar becomes part of the description: the model is asked
+            to follow it.
+    """
+    if isinstance(form, Mapping) and form.get("type") == "grammar":
+        grammar = form.get("grammar", form)
+        if isinstance(grammar, Mapping) and grammar.get("definition"):
+            rule = f"The input follows this {grammar.get('syntax', '')} grammar:"
+            description = f"{description}\n\n{rule}\n{grammar['definition']}".strip()
+    properties = {_INPUT: {"type": "string"}}
+    parameters = {"type": "object", "properties": properties, "required": [_INPUT]}
+    found: dict[str, Any] = {"name": name, "parameters": parameters}
+    return {**found, "description": description} if description else found
+
+
+def input_of(arguments: str) -> str | None:
+    """Return the text of a call of a custom tool.
+
+    Args:
+        arguments: JSON.
+
+    Returns:
+        None if the model has not written exactly one text.
+    """
+    try:
+        found = json.loads(arguments)
+    except ValueError:
+        return None
+    text = found.get(_INPUT) if isinstance(found, dict) and len(found) == 1 else None
+    return text if isinstance(text, str) else None
+
+
+def arguments_of(text: str) -> str:
+    """Return the arguments of a call with a text, as JSON."""
+    return json.dumps({_INPUT: text}, ensure_ascii=False)
