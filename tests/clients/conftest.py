@@ -62,6 +62,13 @@ class Judge:
         )
         self._line()
 
+    @property
+    def tokenizer(self) -> Any:
+        """The tokenizer of the model."""
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.folder)
+
     def logprobs(self, asked: dict[str, Any]) -> list[list[float]]:
         """Return the logprobs of the sampled tokens of each turn.
 
