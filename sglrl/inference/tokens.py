@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from ..config import is_text, type_of
 from ..errors import InvalidRequest
 from ..system_limits import start_thread
+from .roles import Roles
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 _INT: set[type] = {int}
@@ -178,6 +179,8 @@ class TokenizerBox:
         self.fake = False
         """Whether the engine is the fake engine. Its model may be a name without a tokenizer."""
         self._tokenizer: Any = None
+        self._roles: dict[Any, Roles] = {}
+        """By the chat template that is given; None: the model's own."""
         self._lock = threading.Lock()
         self._waiting: list[Callable[[Exception | None], None]] = []
         """Called when the thread that loads the tokenizer ends."""
@@ -279,8 +282,24 @@ class TokenizerBox:
                 ``continue_final_message`` the text ends in the last message, the assistant's.
 
         Raises:
-            InvalidRequest: there is no chat template, or it rejects the messages.
+            InvalidRequest: there is no chat template, it rejects the messages, or it leaves the
+                messages of a role out.
         """
+        text = self._render(messages, template)
+        self.check_roles(messages, template)
+        return text
+
+    def check_roles(
+        self, messages: Any, template: Mapping[str, Any] | None = None, *, begin: int = 0
+    ) -> None:
+        """Check that the chat template writes the messages of all roles. See ``Roles.check``."""
+        options = {k: v for k, v in (template or {}).items() if k == "chat_template"}
+        key = options.get("chat_template")
+        if key not in self._roles:
+            self._roles[key] = Roles(lambda probe: self._render(probe, options))
+        self._roles[key].check(messages, begin=begin)
+
+    def _render(self, messages: Any, template: Mapping[str, Any] | None) -> str:
         tokenizer = self.tokenizer
         options = {"add_generation_prompt": True, **(template or {})}
         if not (options.get("chat_template") or getattr(tokenizer, "chat_template", None)):

@@ -88,6 +88,8 @@ def encode_observations(
             tokens += check_ids(box.encode_rendered([item])[0], spec.vocab_size)
             continue
         assert dialogue.messages is not None
+        # A renderer also leaves out messages of unknown roles.
+        box.check_roles(item, spec.template, begin=len(dialogue.messages) + 1)
         ended = end if len(tokens) == size else None
         if spec.renderer is None:
             said = None
