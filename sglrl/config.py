@@ -219,14 +219,14 @@ def check_accelerations(value: Any) -> tuple[str, ...] | None:
     return tuple(value)
 
 
-def shows_progress(value: bool | None, *, default: bool) -> bool:
+def shows_progress(value: bool | None) -> bool:
     """Return whether to show the start of workers.
 
     Args:
-        value: None: as ``default``, but not if ``$SGLRL_PROGRESS`` is "0".
+        value: None: yes, unless ``$SGLRL_PROGRESS`` is "0".
     """
     if value is None:
-        return default and os.environ.get("SGLRL_PROGRESS") != "0"
+        return os.environ.get("SGLRL_PROGRESS") != "0"
     return flag("progress", value)
 
 

@@ -176,8 +176,7 @@ def launch(
         logit_processors: names ("module:Class") of subclasses of SGLang's ``CustomLogitProcessor``
             that requests may select with ``logit_processor=``. Workers import them at the start.
         progress: show the start on stderr: a status line on a terminal, otherwise one line. None:
-            yes, except for the fake engine, and unless the environment variable ``SGLRL_PROGRESS``
-            is "0".
+            yes, unless the environment variable ``SGLRL_PROGRESS`` is "0".
         log_dir: folder that keeps the output of every worker, one file for each process. None: only
             the output of a worker that fails is kept, in ``logs`` in ``$SGLRL_CACHE``. Errors and
             log lines name the file.
@@ -313,6 +312,8 @@ def launch(
     own = Path(path).parent == cache_dir()
     label = "tiny" if own else os.path.basename(os.path.normpath(model))
     what = f"{replicas} worker{'s' if replicas > 1 else ''} of {label}"
+    if engine == "fake" and label != "fake":
+        what += " (fake engine)"
     config = PoolConfig(
         address=address,
         keys=None if keys is None else os.fspath(keys),
@@ -344,7 +345,7 @@ def launch(
         launcher=launcher,
         fabric=fabric,
         config=config,
-        progress=StartDisplay(what, shown=shows_progress(progress, default=engine == "sglang")),
+        progress=StartDisplay(what, shown=shows_progress(progress)),
     )
     return Client(
         pool,

@@ -10,6 +10,7 @@ import msgspec
 from ..config import install
 from ..errors import ModelError, UsageError
 from ..inference.tokens import is_hub_name
+from ..wire.malformed import malformed
 from .interpreter import make_tiny_model
 
 
@@ -54,9 +55,12 @@ def check_model(model: str) -> str:
     if not config.is_file():
         raise ModelError(f"{folder} holds no config.json, so it is not a model folder")
     try:
-        parsed = msgspec.json.decode(config.read_bytes())
-    except (msgspec.DecodeError, OSError) as error:
+        content = config.read_bytes()
+        parsed = msgspec.json.decode(content)
+    except OSError as error:
         raise ModelError(f"{config} cannot be read: {error}") from None
+    except msgspec.DecodeError as error:
+        raise ModelError(f"{config} is not JSON: {malformed(error, content)}") from None
     if not isinstance(parsed, dict) or not parsed.get("architectures"):
         raise ModelError(f"{config} names no 'architectures', so SGLang cannot load it")
     path = str(folder.resolve())

@@ -24,6 +24,7 @@ from ..errors import InvalidRequest
 from ..inference.client import Client
 from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
+from ..wire.malformed import malformed
 from .access import Access, error_response, json_response, key_of, unless_disconnected
 from .alone import AloneTurn
 from .anthropic import ANTHROPIC, COUNT_PATH
@@ -167,7 +168,7 @@ class Endpoints:
             "owned_by": "sglrl",
             "root": adapter or base,
             "parent": base if adapter else None,
-            "max_model_len": self.client.info.context_length,
+            "max_model_len": self.client.info.max_total_tokens,
         }
 
     def _check_model(self, model: str) -> None:
@@ -387,4 +388,4 @@ def _object(body: bytes, kind: type[_T]) -> _T:
     try:
         return msgspec.json.decode(body or b"{}", type=kind)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is wrong: {error}") from None
+        raise InvalidRequest(f"the body is wrong: {malformed(error, body)}") from None

@@ -17,6 +17,7 @@ import msgspec
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
 from ..inference.tokens import without_surrogates
+from ..wire.malformed import malformed
 from .accepted_fields import Fields
 from .errors import HttpError
 from .prompt_logprobs import Wanted
@@ -293,7 +294,8 @@ def decode_body(body: bytes, kind: type[_T], fields: Fields = _NO_FIELDS) -> _T:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         found = _with_surrogates(body)
         if found is None:
-            raise InvalidRequest(f"the body is not a JSON object: {error}") from None
+            wrong = malformed(error, body)
+            raise InvalidRequest(f"the body is not a JSON object: {wrong}") from None
         given = found
     return convert_fields(given, kind, fields)
 
@@ -353,8 +355,9 @@ def convert_fields(
         return msgspec.convert(_supported(given, kind, fields, at, part), kind)
     except msgspec.ValidationError as error:
         message = str(error).replace("`$.", "`").replace(" - at `$`", "")
-        if "got `int` - at `stop" in message:
-            message += "; token ids are for stop_token_ids"
+        if (found := re.search(r" - at `(\w+)", message)) and (name := found[1]) in given:
+            hint = "; for token ids use stop_token_ids" if name == "stop" else ""
+            message += f"; got {name}={given[name]!r:.200}{hint}"
         raise InvalidRequest(at + message) from None
 
 

@@ -89,7 +89,7 @@ async def tokenize(client: Client, body: bytes) -> dict[str, Any]:
         (tokens,) = await in_thread(work, [request.prompt])
     made: dict[str, Any] = {
         "count": len(tokens),
-        "max_model_len": client.info.context_length,
+        "max_model_len": client.info.max_total_tokens,
         "tokens": tokens,
         "token_strs": None,
     }

@@ -31,7 +31,7 @@ from .engine_controls import Pausing
 from .inspection_methods import InspectionMethods
 from .lora_methods import LoraMethods
 from .options import GenerateOptions, MessageOptions, SamplingOptions
-from .prompts import Message, check_given_ids, template_arguments
+from .prompts import Message, as_messages, check_given_ids, template_arguments
 from .requests import Requests
 from .sampling import SamplingParams
 from .score_methods import ScoreMethods
@@ -270,11 +270,10 @@ class Client(
     ) -> Any:
         """Sample continuations of one prompt or of several.
 
-        Give exactly one of ``prompt``, ``input_ids`` and ``messages``: a single prompt, or a list
-        of prompts.
+        Give one of ``prompt``, ``input_ids`` and ``messages``: one prompt, or a list of prompts.
 
         Args:
-            prompt: text.
+            prompt: text, or messages.
             input_ids: token ids: ints, or an integer array [length].
             messages: a conversation, rendered with the model's chat template. The content of a
                 message is text or a list of OpenAI's text parts, which are joined without a
@@ -296,7 +295,7 @@ class Client(
             session: turns with the same name go to the worker that holds their prefix.
             priority: of the calls that wait at the driver, the highest priority is sent first.
             timeout: seconds until the call raises ``DeadlineExceeded`` and the engine stops its
-                request. None: the client's timeout. A negative value raises ``UsageError``.
+                request. None: the client's timeout.
             worker: use only this worker.
             lora: the name of an adapter, see ``load_lora``.
             sampling: a ``SamplingParams``. The keyword arguments below override its fields.
@@ -334,6 +333,7 @@ class Client(
         calls_tools = tools or renderer is not None or tool_choice != "auto"
         renders = calls_tools or template or chat_template_kwargs or continue_final_message
         if prompt is not None or messages is not None or input_ids is None or renders:
+            prompt, messages = as_messages(prompt, messages)
             options = template_arguments(
                 messages, tools, template, chat_template_kwargs, continue_final_message
             )
@@ -409,6 +409,7 @@ class Client(
         The arguments and the errors are those of ``generate``. Errors are raised when the iteration
         begins. The joined ids, logprobs and texts of the chunks equal those of ``generate``.
         """
+        prompt, messages = as_messages(prompt, messages)
         return Stream(
             self._started,
             prompt=prompt,

@@ -8,6 +8,7 @@ from typing import Any, Final
 import msgspec
 
 from ..errors import InvalidRequest
+from ..wire.malformed import malformed
 from .tokens import check_text
 
 GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -28,7 +29,7 @@ def check_grammar(name: str, text: str) -> None:
         decoded = msgspec.json.decode(text)
         patterns = [*_patterns(decoded)] if "\\u0000" in text else []
     except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-        raise InvalidRequest(f"{name} is not JSON: {error}") from None
+        raise InvalidRequest(f"{name} is not JSON: {malformed(error, text)}") from None
     for pattern in patterns:
         _check_nul(f"a pattern in {name}", pattern)
 

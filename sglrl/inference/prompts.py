@@ -19,6 +19,20 @@ from .tokens import TokenizerBox, check_ids
 Message = Mapping[str, Any]
 
 
+def as_messages(prompt: Any, messages: Any) -> tuple[Any, Any]:
+    """Return the prompt and the messages. Messages given as the prompt become messages.
+
+    The first argument of ``generate`` is the prompt, and many give it a conversation.
+    """
+    if messages is None and isinstance(prompt, (list, tuple)) and prompt:
+        first = prompt[0]
+        if isinstance(first, Mapping) or (
+            isinstance(first, (list, tuple)) and first and isinstance(first[0], Mapping)
+        ):
+            return None, prompt
+    return prompt, messages
+
+
 async def encode_prompts(
     box: TokenizerBox,
     vocab_size: int,

@@ -402,7 +402,9 @@ class Requests:
         if wanted > room:
             raise InvalidRequest(
                 f"max_new_tokens={wanted} does not fit: the prompt has {prompt_tokens} tokens, and "
-                f"together at most {self._most_tokens} are possible, so at most {room}"
+                f"together at most {self._most_tokens} are possible with a context of "
+                f"{self.info.context_length} and a KV cache of {self.info.kv_cache_tokens} tokens, "
+                f"so at most {room}"
             )
         return wanted
 

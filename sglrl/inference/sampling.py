@@ -23,6 +23,8 @@ from .tokens import check_text
 
 DEFAULT_MAX_NEW_TOKENS: Final = 128
 TOP_K_ALL: Final = 1 << 30
+LEAST_TEMPERATURE: Final = 1e-6
+"""SGLang samples greedily below this, and its logprobs are then those of temperature 1."""
 MOST_BIAS: Final = 1e6
 """Largest bias of a logit. With a larger bias, rounding would erase the logit itself."""
 RAW_LOGPROBS: Final = "raw_logprobs"
@@ -56,7 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         max_new_tokens: maximum number of tokens to generate. None: 128, or the context that is left
             if that is less.
-        temperature: 0 is greedy.
+        temperature: 0 is greedy. Otherwise at least 1e-6.
         top_p: sample from the smallest set of tokens whose probability reaches this, in (0, 1].
         top_k: sample from the k most likely tokens. -1: from all.
         min_p: sample from tokens with at least this probability, relative to the most likely token,
@@ -144,6 +146,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         if self.max_new_tokens is not None:
             check_integer("max_new_tokens", self.max_new_tokens, 1)
         check_number("temperature", self.temperature, 0.0, math.inf)
+        if 0 < float(self.temperature) < LEAST_TEMPERATURE:
+            raise InvalidRequest(
+                f"temperature must be 0, which is greedy, or at least {LEAST_TEMPERATURE:g}, got "
+                f"{self.temperature}"
+            )
         check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
         check_number("min_p", self.min_p, 0.0, 1.0)
         check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
@@ -296,8 +303,10 @@ def _sent(value: str | Mapping[str, Any] | None) -> str | None:
 def _texts(name: str, value: Any) -> Sequence[str]:
     texts = (value,) if isinstance(value, str) else value
     if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-        hint = "; give token ids as stop_token_ids" if _has_ids(texts) else ""
-        raise InvalidRequest(f"{name} must be a string or a list of strings, got {value!r}{hint}")
+        hint = "; for token ids use stop_token_ids" if _has_ids(texts) else ""
+        raise InvalidRequest(
+            f"{name} must be a string or a list of strings, got {value!r:.200}{hint}"
+        )
     for text in texts:
         check_text(name, text)
     return texts

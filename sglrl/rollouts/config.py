@@ -14,7 +14,8 @@ from ..core.seeds import MOST_SEED
 from ..errors import UsageError
 from ..inference.number_checks import check_integer
 from ..inference.options import SamplingOptions, SessionOptions
-from ..inference.sampling import SamplingParams, own_names
+from ..inference.sampling import SamplingParams
+from ..sessions.session_spec import turn_values
 from .dataset import prompts_of, session_arguments
 from .group import Group
 
@@ -92,7 +93,7 @@ class RolloutConfig:
         if timeout == 0:
             raise UsageError(f"timeout must be more than 0 seconds, got {timeout!r}")
         object.__setattr__(self, "timeout", timeout)
-        object.__setattr__(self, "values", own_names(self.values))
+        object.__setattr__(self, "values", turn_values(self.values))
         for name in self.values:
             if name not in SessionOptions.__annotations__:
                 known = [*SessionOptions.__annotations__, *self.__dataclass_fields__]

@@ -13,6 +13,7 @@ import msgspec
 
 from ..errors import UsageError
 from ..sessions.atomic_file import new_content
+from ..wire.malformed import malformed
 
 _FORMAT: Final = "sglrl.rollout"
 _VERSION: Final = 1
@@ -80,4 +81,5 @@ def load_state(path: str | os.PathLike[str]) -> dict[str, Any]:
         return msgspec.structs.asdict(msgspec.json.decode(content, type=_File).state)
     # In msgspec 0.19, MsgspecError is not a ValueError.
     except (msgspec.MsgspecError, ValueError) as error:
-        raise UsageError(f"{path} was not written by Rollout.save: {error}") from None
+        why = malformed(error, content)
+        raise UsageError(f"{path} was not written by Rollout.save: {why}") from None

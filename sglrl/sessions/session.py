@@ -23,7 +23,7 @@ from ..inference.number_checks import check_integer
 from ..inference.options import SamplingOptions
 from ..inference.prompts import Message, check_conversation, load_tokenizer
 from ..inference.replies import OnChunk
-from ..inference.sampling import Prepared, own_names
+from ..inference.sampling import Prepared
 from ..inference.threads import in_thread
 from ..inference.tokens import TokenIds
 from ..inference.tool_choice import ToolChoice
@@ -32,7 +32,7 @@ from .history import History, Place, beginning
 from .observations import Dialogue, Observation, as_observation, encode_observations, parsed
 from .opening import check_messages_first, opened
 from .rewards import RewardValue
-from .session_spec import SessionSpec
+from .session_spec import SessionSpec, turn_values
 from .shared import Shared
 from .tools import OnError, Tool, run_tools
 from .trajectory import Trajectory
@@ -249,7 +249,7 @@ class Session:
 
     def _prepared(self, values: dict[str, Any]) -> Prepared:
         """Return the checked sampling values of a turn, with the seed of this turn."""
-        values = own_names(values)
+        values = turn_values(values)
         seed = values.get("seed")
         if seed is None:
             seed = self._spec.prepared.seed

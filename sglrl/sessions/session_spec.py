@@ -13,7 +13,13 @@ import numpy as np
 from ..config import check_target, check_timeout
 from ..driver.port import PoolPort
 from ..errors import InvalidRequest
-from ..inference.prompts import Message, check_messages, load_tokenizer, template_arguments
+from ..inference.prompts import (
+    Message,
+    as_messages,
+    check_messages,
+    load_tokenizer,
+    template_arguments,
+)
 from ..inference.renderer import (
     Renderer,
     find_renderer,
@@ -45,6 +51,23 @@ class SessionClient(Protocol):
     def _started(self) -> Requests: ...
 
     def __reduce__(self) -> NoReturn: ...
+
+
+def turn_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return sampling values of a turn under our names, without ``logprobs``.
+
+    Raises:
+        InvalidRequest: a parameter is given twice, or logprobs are not wanted.
+    """
+    found = own_names(values)
+    logprobs = found.pop("logprobs", None)
+    if logprobs is not None and logprobs is not True:
+        raise InvalidRequest(
+            f"logprobs={logprobs!r}: a session always records logprobs, because its trajectory has "
+            "them; leave the argument out, or use client.generate. For the likeliest tokens use "
+            "top_logprobs=k"
+        )
+    return found
 
 
 class SessionSpec:
@@ -83,6 +106,7 @@ class SessionSpec:
         sampling: SamplingParams | None = None,
         **values: Any,
     ) -> None:
+        prompt, messages = as_messages(prompt, messages)
         given = (prompt is not None) + (messages is not None) + (input_ids is not None)
         if given > 1:
             raise InvalidRequest(f"give exactly one of prompt, input_ids, messages; got {given}")
@@ -110,7 +134,7 @@ class SessionSpec:
         self.metadata = metadata or {}
         self.reward_weights = checked_weights(reward_weights)
         self.sampling = sampling
-        self.values = own_names(values)
+        self.values = turn_values(values)
         self.prepared = self.requests.samplings.prepare(sampling, self.values)
         self.messages: list[Message] | None = None
         """The messages before the assistant's first turn."""
@@ -312,7 +336,9 @@ class SessionSpec:
 
     def prepare(self, values: dict[str, Any]) -> Prepared:
         """Check the sampling values of one turn. They override those of the session."""
-        return self.requests.samplings.prepare(self.sampling, {**self.values, **own_names(values)})
+        return self.requests.samplings.prepare(
+            self.sampling, {**self.values, **turn_values(values)}
+        )
 
     async def with_tool_choice(
         self, prepared: Prepared, choice: ToolChoice | None, parallel: bool

@@ -25,6 +25,7 @@ import numpy as np
 
 from ..errors import UsageError
 from ..inference.sampling_mask import mask_from
+from ..wire.malformed import malformed
 from .atomic_file import new_content
 from .record import Record, rows_of
 from .trajectory import Trajectory, record_of
@@ -96,7 +97,8 @@ def load(path: str | os.PathLike[str], *, tokenizer: Any = None) -> list[Traject
             # The errors that msgspec and numpy raise for malformed bytes. In msgspec 0.19,
             # MsgspecError is not a ValueError.
             except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
-                raise UsageError(f"{path} is damaged: {where}: {error}") from error
+                why = malformed(error, record)
+                raise UsageError(f"{path} is damaged: {where}: {why}") from error
         if left:
             raise UsageError(f"{path} is damaged: {left} bytes follow its last trajectory")
     if tokenizer is not None:

@@ -15,6 +15,7 @@ import typer
 
 from ..config import HEARTBEAT_TIMEOUT
 from ..errors import UsageError
+from ..wire.malformed import malformed
 from ..wire.processes import ClientKeys
 
 
@@ -125,10 +126,12 @@ def node(
 
 def _keys_from_input() -> ClientKeys:
     """Return the keys that a program writes to the input of a node that it starts."""
+    line = sys.stdin.buffer.readline()
     try:
-        return msgspec.json.decode(sys.stdin.buffer.readline(), type=ClientKeys)
+        return msgspec.json.decode(line, type=ClientKeys)
     except msgspec.DecodeError as error:
-        raise UsageError(f"--keys -: no keys arrive on the input: {error}") from None
+        why = malformed(error, line)
+        raise UsageError(f"--keys -: no keys arrive on the input: {why}") from None
 
 
 def _chosen(gpus: str | None, visible: list[str]) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..errors import ModelError
+from ..wire.malformed import malformed
 from ..wire.weights import TensorSpec
 
 _SHOWN = 8
@@ -59,9 +60,13 @@ def weight_files(folder: Path) -> list[Path]:
         files = sorted(file for file in folder.glob("*.safetensors") if file.is_file())
     else:
         try:
-            named = msgspec.json.decode(index.read_bytes(), type=_Index).weight_map.values()
-        except (msgspec.DecodeError, OSError) as error:
-            raise ModelError(f"{index} is not an index of safetensors files: {error}") from None
+            content = index.read_bytes()
+            named = msgspec.json.decode(content, type=_Index).weight_map.values()
+        except OSError as error:
+            raise ModelError(f"{index} cannot be read: {error}") from None
+        except msgspec.DecodeError as error:
+            why = malformed(error, content)
+            raise ModelError(f"{index} is not an index of safetensors files: {why}") from None
         files = sorted({folder / name for name in named})
         missing = [file.name for file in files if not file.is_file()]
         if missing:
@@ -133,7 +138,11 @@ def read_checkpoint(path: Any) -> Checkpoint:
                 length = int.from_bytes(file.read(8), "little")
                 if length > found.stat().st_size:
                     raise ValueError("its header is longer than the file")
-                header = msgspec.json.decode(file.read(length), type=dict[str, msgspec.Raw])
+                head = file.read(length)
+            try:
+                header = msgspec.json.decode(head, type=dict[str, msgspec.Raw])
+            except msgspec.DecodeError as error:
+                raise ValueError(f"its header is not JSON: {malformed(error, head)}") from None
             header.pop("__metadata__", None)
             end = 0
             for name, raw in header.items():

@@ -61,6 +61,9 @@ def test_a_dtype_that_the_engine_has_not(model: Path, dtype: Any) -> None:
     [
         ("gpu_memory_utilization", "mem_fraction_static="),
         ("max_model_len", "context_length="),
+        ("torch_dtype", "dtype="),
+        ("attn_implementation", "attention_backend="),
+        ("max_seq_len", "context_length="),
         ("max_num_seqs", "max_running_requests="),
         ("enforce_eager", "disable_cuda_graph="),
         ("enable_prefix_caching", "disable_radix_cache="),
@@ -286,7 +289,7 @@ def test_run_returns_the_result() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "shown"), [("progress=True", True), ("progress=False", False), ("", False)]
+    ("options", "shown"), [("progress=True", True), ("progress=False", False), ("", True)]
 )
 def test_the_start_is_one_line(options: str, shown: bool) -> None:
     done = run(f"""
@@ -311,7 +314,7 @@ def test_the_start_names_a_folder_with_a_slash(tmp_path: Path) -> None:
                 pass
         asyncio.run(main())
     """)
-    assert done.stderr.startswith("sglrl: starting 1 worker of qwen ... ready in ")
+    assert done.stderr.startswith("sglrl: starting 1 worker of qwen (fake engine) ... ready in ")
 
 
 def test_a_start_that_fails_ends_the_line() -> None:
@@ -324,13 +327,12 @@ def test_a_start_that_fails_ends_the_line() -> None:
     assert "no room" in done.stderr
 
 
-@pytest.mark.parametrize("default", [True, False])
-def test_the_environment_hides_the_start(monkeypatch: pytest.MonkeyPatch, default: bool) -> None:
+def test_the_environment_hides_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SGLRL_PROGRESS", raising=False)
-    assert shows_progress(None, default=default) == default
+    assert shows_progress(None)
     monkeypatch.setenv("SGLRL_PROGRESS", "0")
-    assert not shows_progress(None, default=default)
-    assert shows_progress(True, default=default)
+    assert not shows_progress(None)
+    assert shows_progress(True)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from decimal import Decimal
 from types import MappingProxyType
 from typing import Any
@@ -374,3 +375,19 @@ def test_what_can_change_is_read_by_each_call() -> None:
 def test_a_bias_against_a_token_may_be_of_any_size() -> None:
     wire = SamplingParams(logit_bias={1: -1e39, 2: -math.inf}).to_wire(5, None)
     assert wire.logit_bias == {1: -MOST_BIAS, 2: -MOST_BIAS}
+
+
+def test_token_ids_among_stop_strings() -> None:
+    for wrong in ([5], ["a", 5], (5,), 5):
+        says = rf"stop must be .*got {re.escape(repr(wrong))}; for token ids use stop_token_ids"
+        with pytest.raises(InvalidRequest, match=says):
+            SamplingParams(stop=wrong)  # type: ignore[arg-type]
+
+
+def test_temperatures_that_sglang_would_change() -> None:
+    """SGLang would sample greedily, with the logprobs of temperature 1."""
+    for value in (1e-7, np.float32(9e-7), 5e-324):
+        with pytest.raises(InvalidRequest, match=r"temperature must be 0.*or at least 1e-06, got"):
+            SamplingParams(temperature=value)
+    for value in (0, 0.0, -0.0, 1e-6, 2e-6):
+        assert SamplingParams(temperature=value).to_wire(1, None).temperature == value

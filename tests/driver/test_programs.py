@@ -308,7 +308,7 @@ def test_what_agents_in_other_processes_say(tmp_path: Path) -> None:
         return 1.0
 
     async def main():
-        async with sglrl.launch("fake", engine="fake", vocab_size=100) as client:
+        async with sglrl.launch("fake", engine="fake", progress=False) as client:
             os.environ["LATER"] = "now"
             items = [{"input_ids": [1], "id": i} for i in range(3)]
             async for _ in sglrl.rollout(client, agent, items, processes=1):

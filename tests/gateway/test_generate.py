@@ -595,7 +595,7 @@ async def test_other_endpoints_of_sglang(
         assert info["model_path"] == info["tokenizer_path"] == pool.info.model
         assert info["weight_version"] == "0"
     models = (await http.get("/v1/models")).json()["data"]
-    assert [model["max_model_len"] for model in models] == [pool.info.context_length]
+    assert [model["max_model_len"] for model in models] == [pool.info.max_total_tokens]
     for asked in ({}, {"rid": ""}, {"rid": 3}, {"other": 1}):
         answer = await http.post("/abort_request", json=asked)
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, 400)

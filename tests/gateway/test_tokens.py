@@ -200,7 +200,7 @@ async def test_tokenize(http: httpx.AsyncClient, pool: sglrl.Client) -> None:
         tokens = tokenizer(text)["input_ids"]
         assert made == {
             "count": len(tokens),
-            "max_model_len": pool.info.context_length,
+            "max_model_len": pool.info.max_total_tokens,
             "tokens": tokens,
             "token_strs": None,
         }

@@ -256,3 +256,24 @@ async def test_one_name_of_a_value_overrides_another(client: sglrl.Client) -> No
         client, agent, ITEMS[:2], max_tokens=50, seed=1, open_session=opening, on_error="raise"
     )
     assert len([group async for group in run]) == 2
+
+
+async def test_sessions_always_record_logprobs(client: sglrl.Client) -> None:
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        turn = await session.generate(max_new_tokens=2, logprobs=True)
+        assert turn.logprobs is not None
+        return 1.0
+
+    async with client.session(input_ids=[5], logprobs=True) as session:  # type: ignore[call-arg]
+        turn = await session.generate(max_new_tokens=2, logprobs=True)  # type: ignore[call-arg]
+        assert turn.logprobs is not None
+        for wrong in (False, 3):
+            says = f"logprobs={wrong}: a session always records logprobs.*client.generate"
+            with pytest.raises(sglrl.InvalidRequest, match=says):
+                await session.generate(max_new_tokens=2, logprobs=wrong)  # type: ignore[call-arg]
+    with pytest.raises(sglrl.InvalidRequest, match="always records"):
+        client.session(input_ids=[5], logprobs=False)  # type: ignore[call-arg]
+    values: Any = {"logprobs": True}
+    assert len([g async for g in sglrl.rollout(client, agent, ITEMS[:2], **values)]) == 2
+    with pytest.raises(sglrl.InvalidRequest, match="always records"):
+        sglrl.rollout(client, agent, ITEMS, **{**values, "logprobs": False})

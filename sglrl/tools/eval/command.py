@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from ...errors import UsageError
+from ...wire.malformed import malformed
 from ..display import print_json, quiet_warnings
 from ..options import Device, Engine, Model, Replicas, Set, TpSize, check_target, launch_arguments
 
@@ -176,4 +177,5 @@ def _json_object(option: str, text: str | None) -> dict[str, Any] | None:
     try:
         return None if text is None else msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise UsageError(f"{option} must be a JSON object, got {text!r:.200}: {error}") from None
+        why = malformed(error, text or "")
+        raise UsageError(f"{option} must be a JSON object, got {text!r:.200}: {why}") from None

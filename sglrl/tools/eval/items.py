@@ -10,6 +10,7 @@ import msgspec
 from ...errors import InvalidRequest, UsageError
 from ...inference.prompts import check_conversation
 from ...inference.tokens import check_ids, check_text
+from ...wire.malformed import malformed
 
 PROMPTS: Final = ("prompt", "messages", "input_ids")
 """The fields of an item that can hold its prompt."""
@@ -54,7 +55,8 @@ def read_items(path: Path) -> list[Item]:
             raise InvalidRequest(f"{place}: {error.message}") from None
         # Malformed JSON, bytes that are not UTF-8, or brackets too deep.
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidRequest(f"{place}: the line is not a JSON object: {error}") from None
+            why = malformed(error, line)
+            raise InvalidRequest(f"{place}: the line is not a JSON object: {why}") from None
     if not items:
         raise UsageError(f"{path} has no items; write one JSON object per line")
     return items

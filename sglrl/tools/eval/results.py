@@ -20,6 +20,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from ...errors import UsageError
+from ...wire.malformed import malformed
 from .items import Item
 
 _ANEW: Final = "begin anew with --overwrite, or name another --output"
@@ -126,13 +127,14 @@ class ResultsFile:
 
     def _compare_options(self, beside: Path) -> None:
         try:
-            earlier = msgspec.json.decode(beside.read_bytes(), type=dict[str, Any])
+            content = beside.read_bytes()
+            earlier = msgspec.json.decode(content, type=dict[str, Any])
         except FileNotFoundError:
             raise UsageError(
                 f"{self.path} exists, but not {beside}, so sglrl eval did not write it; {_ANEW}"
             ) from None
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            raise UsageError(f"{beside} is damaged: {error}; {_ANEW}") from None
+            raise UsageError(f"{beside} is damaged: {malformed(error, content)}; {_ANEW}") from None
         differences = [
             f"{name} was {earlier.get(name)!r:.100} and is {self._options.get(name)!r:.100}"
             for name in {**earlier, **self._options}
@@ -161,7 +163,8 @@ class ResultsFile:
             index = msgspec.convert(record.pop("line"), int)
             outcomes = msgspec.convert(record.pop("samples"), list[Outcome])
         except (msgspec.MsgspecError, UnicodeDecodeError, KeyError) as error:
-            raise UsageError(f"{place} is not a line of sglrl eval: {error}; {_ANEW}") from None
+            why = malformed(error, line)
+            raise UsageError(f"{place} is not a line of sglrl eval: {why}; {_ANEW}") from None
         item = self._items.get(index)
         if item is None or item.fields != record:
             raise UsageError(
