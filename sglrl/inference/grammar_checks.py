@@ -9,6 +9,7 @@ import msgspec
 
 from ..errors import InvalidRequest
 from ..wire.malformed import malformed
+from .engine_grammar import engine_grammar
 from .tokens import check_text
 
 GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
@@ -16,10 +17,11 @@ GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
 
 
 def check_grammar(name: str, text: str) -> None:
-    """Raise ``InvalidRequest`` for a grammar that would crash an engine.
+    """Raise ``InvalidRequest`` for a grammar that would crash an engine, or promise too much.
 
     XGrammar crashes on some text that is not JSON, on JSON so deep that it overflows the stack, and
-    on a NUL in a regular expression. The engine itself checks everything else.
+    on a NUL in a regular expression. A JSON schema may have only keywords that can be enforced.
+    The engine itself checks everything else.
     """
     if name in ("regex", "ebnf"):
         check_text(name, text)
@@ -32,6 +34,7 @@ def check_grammar(name: str, text: str) -> None:
         raise InvalidRequest(f"{name} is not JSON: {malformed(error, text)}") from None
     for pattern in patterns:
         _check_nul(f"a pattern in {name}", pattern)
+    engine_grammar(name, text)
 
 
 def _patterns(value: Any) -> Iterator[str]:

@@ -313,7 +313,8 @@ def _texts(name: str, value: Any) -> Sequence[str]:
 
 
 def _has_ids(values: Any) -> bool:
-    return isinstance(values, (list, tuple)) and any(type(one) is int for one in values)
+    given = values if isinstance(values, (list, tuple)) else (values,)
+    return any(type(one) is int for one in given)
 
 
 class Prepared:

@@ -127,11 +127,13 @@ class Adapter(RequestTable):
     @cached_property
     def samplings(self) -> convert.Samplings:
         scheduler, args = self.scheduler, self.scheduler.server_args
+        spaces = not args.constrained_json_disable_any_whitespace
         return convert.Samplings(
             scheduler.tokenizer,
             scheduler.model_config.vocab_size,
             args.stream_interval,
             logit_processors.names(),
+            spaces if args.grammar_backend == "xgrammar" else None,
         )
 
     def score(self, id_: int, args: ScoreArgs) -> None:

@@ -16,6 +16,7 @@ from sglang.srt.managers.io_struct import BatchTokenIDOutput, TokenizedGenerateR
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglrl.errors import InvalidRequest
+from sglrl.inference.engine_grammar import engine_grammar
 from sglrl.inference.grammar_checks import GRAMMARS
 from sglrl.inference.logit_processors import check_declared
 from sglrl.inference.sampling import LOGPROBS_MODES, SCALED_LOGPROBS
@@ -90,6 +91,8 @@ class Samplings:
     Args:
         stream_interval: number of tokens in each report of a request that streams.
         processors: the names of the logit processors that requests may use.
+        spaces: whether JSON may have any white space. None: the engine does not use XGrammar, and
+            gets grammars as they are.
     """
 
     def __init__(
@@ -98,7 +101,9 @@ class Samplings:
         vocab_size: int,
         stream_interval: int = 1,
         processors: Collection[str] = (),
+        spaces: bool | None = True,
     ) -> None:
+        self._spaces = spaces
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._stream_interval = stream_interval
@@ -115,6 +120,8 @@ class Samplings:
         if found is None:
             s = _sampling.decode(raw)
             interval = self._stream_interval if stream else PROGRESS_TOKENS
+            if self._spaces is not None:
+                s = _with_engine_grammar(s, self._spaces)
             params = sampling_params(s, interval, self._tokenizer, self._vocab_size)
             check_given(s.token_ids_logprob, self._vocab_size)
             check_declared(s.logit_processor, self._processors)
@@ -124,6 +131,14 @@ class Samplings:
             self._known[raw, stream] = found
         # Copy, because SGLang changes some parameters for one request.
         return copy.copy(found[0]), found[1]
+
+
+def _with_engine_grammar(s: Sampling, spaces: bool) -> Sampling:
+    for name in ("json_schema", "structural_tag"):
+        if (text := getattr(s, name)) is not None:
+            target, grammar = engine_grammar(name, text, spaces)
+            s = msgspec.structs.replace(s, **{name: None, target: grammar})
+    return s
 
 
 def _wanted(s: Sampling) -> Wanted:

@@ -1,0 +1,64 @@
+"""The grammar that XGrammar gets for a given one: JSON schemas are written as EBNF."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+
+from ..errors import InvalidRequest
+from .json_grammar import json_grammar
+
+
+@lru_cache(256)
+def engine_grammar(name: str, text: str, spaces: bool = True) -> tuple[str, str]:
+    """Return the name and the text of the grammar for the engine.
+
+    Args:
+        name: of the sampling parameter: "json_schema", "regex", "ebnf" or "structural_tag".
+        spaces: as for ``json_grammar``.
+
+    Raises:
+        InvalidRequest: a JSON schema is wrong, or has a keyword that cannot be enforced.
+    """
+    if name == "json_schema":
+        return "ebnf", json_grammar(msgspec.json.decode(text), spaces=spaces)
+    if name == "structural_tag":
+        tag = msgspec.json.decode(text)
+        return name, msgspec.json.encode(_lowered(newer_tag(tag), spaces)).decode()
+    return name, text
+
+
+def newer_tag(tag: Any) -> Any:
+    """Return a structural tag with a "format". Older ones have "structures" and "triggers"."""
+    if not isinstance(tag, dict) or "format" in tag or "structures" not in tag:
+        return tag
+    try:
+        tags = [
+            {
+                "type": "tag",
+                "begin": one["begin"],
+                "content": {"type": "json_schema", "json_schema": one.get("schema") or {}},
+                "end": one["end"],
+            }
+            for one in tag["structures"]
+        ]
+    except (TypeError, KeyError, AttributeError) as error:
+        raise InvalidRequest(f"structural_tag: 'structures' are wrong: {error!r}") from None
+    form = {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
+    form["at_least_one"] = bool(tag.get("at_least_one", False))
+    return {"type": "structural_tag", "format": form}
+
+
+def _lowered(part: Any, spaces: bool) -> Any:
+    """Return a part of a structural tag whose JSON schemas are grammars."""
+    if isinstance(part, list):
+        return [_lowered(one, spaces) for one in part]
+    if not isinstance(part, dict):
+        return part
+    if part.get("type") == "json_schema" and part.get("style", "json") == "json":
+        schema = part.get("json_schema")
+        grammar = json_grammar({} if schema is None else schema, spaces=spaces)
+        return {"type": "grammar", "grammar": grammar}
+    return {name: _lowered(one, spaces) for name, one in part.items()}

@@ -1,0 +1,475 @@
+"""Write a JSON schema as a grammar in XGrammar's EBNF.
+
+XGrammar's own conversion leaves out some keywords and gets others wrong: for ``minimum: 7`` it
+allows 2, for ``required`` it ignores names that ``properties`` lacks, and ``pattern`` lets control
+characters into the JSON. This conversion allows only valid values. It rejects a keyword that it
+cannot enforce. Objects are written as the schema lists their properties. An object with
+``properties`` has no others unless ``additionalProperties`` allows them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Final
+
+from ..errors import InvalidRequest
+from .number_grammar import INTEGER, NUMBER, Range, decimals, integers, range_of
+from .pattern_grammar import (
+    ALL,
+    Chars,
+    UnsupportedPattern,
+    class_expression,
+    complement,
+    intersection,
+    pattern_expression,
+    pattern_width,
+    simple_pattern,
+)
+from .schema_forms import Form, Forms, is_closed, reject
+from .schema_values import TYPES, valid
+
+_MOST_RULES: Final = 20_000
+_HEX: Final = "[0-9a-fA-F]"
+_UNICODE: Final = f'"u" ([0-9a-cA-CefEF] {_HEX}{{3}} | [dD] [0-7] {_HEX}{{2}})'
+_ESCAPE: Final = f'"\\\\" (["\\\\/bfnrt] | {_UNICODE})'
+"""Any escape of a JSON string but half of a surrogate pair."""
+_PLAIN: Final[Chars] = complement([(0, 31), (34, 34), (92, 92)])
+"""Characters that a JSON string holds as they are."""
+_SHORT: Final = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
+_DATE: Final = r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|1\d|2[0-8])"
+_TIME: Final = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,9})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
+_OCTET: Final = r"(25[0-5]|2[0-4]\d|1\d\d|[1-9]?\d)"
+_LABEL: Final = "[a-zA-Z0-9]([a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
+_FORMATS: Final = {
+    "date": f"^{_DATE}$",
+    "time": f"^{_TIME}$",
+    "date-time": f"^{_DATE}T{_TIME}$",
+    "duration": r"^P(\d+W|\d+D(T\d+H)?|T\d+[HMS])$",
+    "uuid": "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$",
+    "ipv4": rf"^({_OCTET}\.){{3}}{_OCTET}$",
+    "hostname": rf"^{_LABEL}(\.{_LABEL})*$",
+    "email": rf"^[a-zA-Z0-9_+-]+(\.[a-zA-Z0-9_+-]+)*@{_LABEL}(\.{_LABEL})+$",
+    "uri": r"^[a-z][a-z0-9+.-]*://[a-zA-Z0-9._~:/?#@!$&*+,;=-]+$",
+}
+"""Formats of strings that are enforced, if there is no length and no pattern."""
+
+
+def json_grammar(schema: Any, *, spaces: bool = True, markers: Sequence[str] = ()) -> str:
+    """Return the grammar of the JSON texts that are valid for a schema.
+
+    Args:
+        schema: decoded.
+        spaces: any white space is allowed between the parts of the JSON. Otherwise there is one
+            space after each comma and colon.
+        markers: texts that the JSON must not contain, because they end a call of a tool.
+
+    Raises:
+        InvalidRequest: the schema is wrong, or has a keyword that cannot be enforced. The error
+            states the keyword and its place.
+    """
+    grammar = JsonGrammar(schema, spaces=spaces, markers=markers)
+    root = grammar.checked(schema)
+    return grammar.text(root)
+
+
+class JsonGrammar:
+    """The rules of a grammar. See ``json_grammar``."""
+
+    def __init__(self, root: Any, *, spaces: bool = True, markers: Sequence[str] = ()) -> None:
+        self.forms = Forms(root)
+        self.root = root
+        self._rules: dict[str, str] = {}
+        self._names: dict[str, str | None] = {}
+        self._comma, self._colon = '", "', '": "'
+        self._space = ""
+        if spaces:
+            self._space = self.rule("[ \\n\\t]*")
+            self._comma = f'{self._space} "," {self._space}'
+            self._colon = f'{self._space} ":" {self._space}'
+        self._markers = tuple(markers)
+        heads = {ord(marker[0]) for marker in markers}
+        self._raw = intersection(_PLAIN, complement([(head, head) for head in heads]))
+        """Characters that strings hold as they are wherever they are."""
+        self._heads = heads
+
+    def text(self, root: str) -> str:
+        """Return the grammar of an expression."""
+        rules = [f"root ::= {root}", *(f"{name} ::= {body}" for name, body in self._rules.items())]
+        return "\n".join(rules) + "\n"
+
+    def rule(self, body: str) -> str:
+        """Return the name of a rule."""
+        name = f"r{len(self._rules)}"
+        if len(self._rules) >= _MOST_RULES:
+            raise InvalidRequest(f"json_schema: the grammar has more than {_MOST_RULES} rules")
+        self._rules[name] = body
+        return name
+
+    def checked(self, schema: Any) -> str:
+        """Return the expression of a schema.
+
+        Raises:
+            InvalidRequest: as ``json_grammar``, or no value is valid.
+        """
+        try:
+            found = self.value(schema, "")
+        except InvalidRequest:
+            raise
+        except (TypeError, ValueError, KeyError, AttributeError, re.error, RecursionError) as error:
+            raise InvalidRequest(f"json_schema is not a schema: {error!r:.200}") from None
+        if found is None:
+            raise InvalidRequest("json_schema: no value is valid for it")
+        return found
+
+    def value(self, schema: Any, path: str) -> str | None:
+        """Return the expression of the values of a schema. None: there are none."""
+        key = json.dumps(schema, sort_keys=True, default=str)
+        if key in self._names:
+            return self._names[key]
+        # A schema may refer to itself.
+        name = self._names[key] = self.rule("")
+        parts = [self.form(form, path) for form in self.forms.alternatives(schema, path)]
+        body = _any(part for part in parts if part is not None)
+        if body is None:
+            del self._rules[name]
+            self._names[key] = None
+            return None
+        self._rules[name] = body
+        return name
+
+    def form(self, form: Form, path: str) -> str | None:
+        """Return the expression of the values of a form."""
+        if "enum" in form:
+            values = [one for one in form["enum"] if valid(form, one, self.root)]
+            return _any(self.literal(one) for one in values)
+        return _any(
+            part for one in types_of(form) if (part := self._typed(form, one, path)) is not None
+        )
+
+    def literal(self, value: Any) -> str:
+        """Return the expression of one value."""
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
+        if any(marker in text for marker in self._markers):
+            for head in self._heads:
+                text = text.replace(chr(head), f"\\u{head:04x}")
+        return quoted(text)
+
+    def _typed(self, form: Form, kind: str, path: str) -> str | None:
+        match kind:
+            case "null":
+                return '"null"'
+            case "boolean":
+                return '("true" | "false")'
+            case "integer" | "number":
+                return number_expression(range_of(form), kind)
+            case "string":
+                return self._string(form, path)
+            case "array":
+                return self._array(form, path)
+        return self._object(form, path)
+
+    # --- strings ----------------------------------------------------------------------------------
+
+    def char(self, chars: Chars) -> str:
+        """Return the expression of one character of a set within a JSON string."""
+        parts = []
+        if raw := intersection(chars, self._raw):
+            parts.append(class_expression(raw))
+        others = intersection(chars, complement(self._raw))
+        if others == complement(self._raw) and raw:
+            # Any character may be written as an escape, too.
+            return f"({class_expression(raw)} | {_ESCAPE})"
+        for low, high in others:
+            for code in range(low, high + 1):
+                short = _SHORT.get(code)
+                parts.append(quoted(f"\\{short}" if short else f"\\u{code:04x}"))
+        if not parts:
+            raise UnsupportedPattern("a set of characters is empty")
+        return f"({' | '.join(parts)})"
+
+    def _string(self, form: Form, path: str) -> str | None:
+        body = text_expression(form, path, self.char)
+        return f'"\\"" {self._any_text() if body is None else body} "\\""'
+
+    def _any_text(self) -> str:
+        """Return the expression of any text within a JSON string."""
+        if not self._heads:
+            return f"({class_expression(_PLAIN)} | {_ESCAPE})*"
+        if len(self._heads) > 1:
+            return f"({class_expression(self._raw)} | {_ESCAPE})*"
+        # The head of a marker may stand before a character that none of the markers goes on with.
+        (head,) = self._heads
+        seconds = [(ord(marker[1]), ord(marker[1])) for marker in self._markers if marker[1:]]
+        after = intersection(self._raw, complement(seconds))
+        one = quoted(chr(head))
+        item = f"({class_expression(self._raw)} | {_ESCAPE} | {one}+ {class_expression(after)}"
+        return f"{item} | {one}+ {_ESCAPE})* {one}*"
+
+    # --- arrays and objects -----------------------------------------------------------------------
+
+    def _array(self, form: Form, path: str) -> str | None:
+        first = form.get("prefixItems", [])
+        low, high = form.get("minItems", 0), form.get("maxItems")
+        known = [self.value(part, f"{path}/prefixItems/{i}") for i, part in enumerate(first)]
+        if None in known:
+            known = known[: known.index(None)]
+            high = len(known) if high is None else min(high, len(known))
+        rest: str | None = None
+        # An array with prefixItems has no others unless ``items`` allows them.
+        if "items" in form or not first:
+            rest = self.value(form.get("items", True), f"{path}/items")
+        if rest is None:
+            high = len(known) if high is None else min(high, len(known))
+        if high is not None and low > high:
+            return None
+        elements = [part for part in known if part is not None]
+        if high is not None:
+            elements = elements[:high]
+        written = self._elements(elements, rest, low, high)
+        return f'"[" {self._space} {written} {self._space} "]"'
+
+    def _elements(self, known: list[str], rest: str | None, low: int, high: int | None) -> str:
+        count = len(known)
+        least = max(0, low - count)
+        most = None if high is None else high - count
+        if rest is None or most == 0:
+            after = '""'
+        elif count:
+            after = f"({self._comma} {rest}){_times(least, most)}"
+        else:
+            more = _times(max(0, least - 1), None if most is None else most - 1)
+            after = f"{rest} ({self._comma} {rest}){more}"
+            if not least:
+                after = f'("" | {after})'
+        for at in reversed(range(count)):
+            comma = self._comma if at else ""
+            after = self.rule(f"{comma} {known[at]} {after}")
+            if at >= low:
+                after = f'("" | {after})'
+        return after
+
+    def _object(self, form: Form, path: str) -> str | None:
+        found = self._members(form, path)
+        if found is None:
+            return None
+        members, extra = found
+        low, high = form.get("minProperties", 0), form.get("maxProperties")
+        required = sum(needed for *_, needed in members)
+        if extra is not None and low > required + 1:
+            reject(path, "minProperties", "a name may be written twice; declare 'properties'")
+        counts = low > required or high is not None
+        known: dict[tuple[int, int], str | None] = {}
+
+        def after(at: int, count: int) -> str | None:
+            """Return the expression of the members from one on, behind ``count`` others."""
+            count = count if counts else min(count, 1)
+            if (at, count) not in known:
+                body = self._after(members, extra, at, count, (low, high), after)
+                known[at, count] = None if body is None else self.rule(body)
+            return known[at, count]
+
+        body = after(0, 0)
+        return None if body is None else f'"{{" {self._space} {body} {self._space} "}}"'
+
+    def _after(
+        self,
+        members: list[tuple[str, str, bool]],
+        extra: str | None,
+        at: int,
+        count: int,
+        limits: tuple[int, int | None],
+        after: Any,
+    ) -> str | None:
+        comma = self._comma if count else ""
+        low, high = limits
+        if at < len(members):
+            key, value, needed = members[at]
+            parts = []
+            if (high is None or count < high) and (rest := after(at + 1, count + 1)) is not None:
+                parts.append(f"{comma} {key} {self._colon} {value} {rest}")
+            if not needed and (rest := after(at + 1, count)) is not None:
+                parts.append(rest)
+            return _any(parts)
+        least, most = max(0, low - count), None if high is None else high - count
+        if extra is None or most == 0:
+            return '""' if least == 0 else None
+        if count:
+            return f"({self._comma} {extra}){_times(least, most)}"
+        more = _times(max(0, least - 1), None if most is None else most - 1)
+        some = f"{extra} ({self._comma} {extra}){more}"
+        return some if least else f'"" | {some}'
+
+    def _members(
+        self, form: Form, path: str
+    ) -> tuple[list[tuple[str, str, bool]], str | None] | None:
+        """Return key, value and need of each declared property, and other members.
+
+        None: no object is valid.
+        """
+        properties = dict(form.get("properties", {}))
+        patterns = form.get("patternProperties", {})
+        additional = form.get("additionalProperties", not is_closed(form) and not patterns)
+        required = form.get("required", [])
+        names = form.get("propertyNames", True)
+        for name in required:
+            # A required name that is not declared may have any value that the others may have.
+            matching = [part for pattern, part in patterns.items() if re.search(pattern, name)]
+            given = form.get("additionalProperties", True)
+            properties.setdefault(name, {"allOf": matching} if matching else given)
+        members: list[tuple[str, str, bool]] = []
+        never: list[str] = []
+        for name, schema in properties.items():
+            own = [schema, *(part for one, part in patterns.items() if re.search(one, name))]
+            value = None
+            if valid(names, name, self.root):
+                part: Any = own[0] if len(own) == 1 else {"allOf": own}
+                value = self.value(part, f"{path}/properties/{name}")
+            if value is None:
+                never.append(name)
+            else:
+                members.append((self.literal(name), value, name in required))
+        if any(name in never for name in required):
+            return None
+        extra = self._extra(form, path, [*properties], patterns, additional)
+        return members, extra
+
+    def _extra(
+        self,
+        form: Form,
+        path: str,
+        declared: list[str],
+        patterns: Mapping[str, Any],
+        additional: Any,
+    ) -> str | None:
+        """Return the expression of a member that is not declared. None: there are none."""
+        names = form.get("propertyNames", True)
+        if patterns:
+            if additional is not False and additional is not True:
+                reject(path, "patternProperties", "'additionalProperties' is a schema too")
+            if len(patterns) > 1 or names not in (True, {}):
+                reject(path, "patternProperties", "a name may match more than one pattern")
+            ((pattern, schema),) = patterns.items()
+            if any(re.search(pattern, name) for name in declared):
+                reject(path, "patternProperties", "a declared name matches the pattern")
+            key = self._string({"pattern": pattern}, f"{path}/patternProperties")
+            value = self.value(schema, f"{path}/patternProperties/{pattern}")
+            return None if value is None else f"{key} {self._colon} {value}"
+        value = self.value(additional, f"{path}/additionalProperties")
+        if value is None:
+            return None
+        if names in (True, {}):
+            key = f'"\\"" {self._other_text(declared)} "\\""'
+        else:
+            if any(valid(names, name, self.root) for name in declared):
+                reject(path, "propertyNames", "a declared name is one of them")
+            only = {"allOf": [names, {"type": "string"}]}
+            key = self.value(only, f"{path}/propertyNames")
+        return None if key is None else f"{key} {self._colon} {value}"
+
+    def _other_text(self, names: Iterable[str]) -> str:
+        """Return the expression of text within a JSON string that is none of some names."""
+        names = [*names]
+        if not names:
+            return self._any_text()
+
+        def without(suffixes: list[str]) -> str:
+            """Return the text that is none of the suffixes."""
+            parts = [] if "" in suffixes else ['""']
+            heads = {suffix[0] for suffix in suffixes if suffix}
+            for head in sorted(heads):
+                rest = [suffix[1:] for suffix in suffixes if suffix[:1] == head]
+                parts.append(f"{self._as_is(head)} {without(rest)}")
+            others = complement([(ord(head), ord(head)) for head in heads])
+            # Escapes could write a declared name, so names of others have none.
+            plain = class_expression(intersection(others, self._raw))
+            parts.append(f"{plain} {class_expression(self._raw)}*")
+            return self.rule(" | ".join(parts))
+
+        return without(names)
+
+    def _as_is(self, char: str) -> str:
+        return self.char([(ord(char), ord(char))])
+
+
+def types_of(form: Form) -> list[str]:
+    """Return the types of a form's values: "number" includes "integer"."""
+    types = form.get("type", TYPES)
+    return [one for one in TYPES if one in types and (one != "integer" or "number" not in types)]
+
+
+def number_expression(range_: Range, kind: str) -> str | None:
+    """Return the expression of the numbers of a range."""
+    if not range_.bounded:
+        return INTEGER if kind == "integer" else NUMBER
+    return integers(range_) if kind == "integer" else decimals(range_)
+
+
+def text_expression(form: Form, path: str, char: Any) -> str | None:
+    """Return the expression of the text of strings. None: any text.
+
+    Args:
+        char: writes one character of a set.
+
+    Raises:
+        InvalidRequest: the pattern has no grammar, or a length is given too.
+    """
+    low, high = form.get("minLength", 0), form.get("maxLength")
+    pattern = form.get("pattern")
+    if pattern is None and not low and high is None:
+        pattern = _FORMATS.get(form.get("format", ""))
+    try:
+        if pattern is None:
+            return f"{char(ALL)}{_times(low, high)}" if low or high is not None else None
+        if low or high is not None:
+            return _with_length(pattern, low, high, path, char)
+        return pattern_expression(pattern, char)
+    except UnsupportedPattern as error:
+        reject(path, "pattern", str(error))
+
+
+def _with_length(pattern: str, low: int, high: int | None, path: str, char: Any) -> str:
+    """Return the expression of a pattern together with a length."""
+    width = pattern_width(pattern)
+    if (
+        width is not None
+        and low <= width[0]
+        and (high is None or (width[1] is not None and width[1] <= high))
+    ):
+        return pattern_expression(pattern, char)
+    simple = simple_pattern(pattern)
+    if simple is None:
+        keyword = "maxLength" if high is not None else "minLength"
+        reject(path, keyword, "'pattern' is given too; put the length into the pattern")
+    chars, least, most = simple
+    least = max(least, low)
+    most = high if most is None else most if high is None else min(most, high)
+    if most is not None and least > most:
+        reject(path, "minLength", "no text has this length and matches the pattern")
+    return f"{char(chars)}{_times(least, most)}"
+
+
+def quoted(text: str) -> str:
+    """Return the expression of a text."""
+    found = "".join(
+        f"\\{char}" if char in '"\\' else char if " " <= char <= "~" else _code(char)
+        for char in text
+    )
+    return f'"{found}"'
+
+
+def _code(char: str) -> str:
+    return f"\\U{ord(char):08x}" if ord(char) > 0xFFFF else f"\\u{ord(char):04x}"
+
+
+def _times(low: int, high: int | None) -> str:
+    return "*" if (low, high) == (0, None) else f"{{{low},{'' if high is None else high}}}"
+
+
+def _any(parts: Iterable[str]) -> str | None:
+    found = list(dict.fromkeys(parts))
+    if not found:
+        return None
+    return found[0] if len(found) == 1 else "(" + " | ".join(found) + ")"

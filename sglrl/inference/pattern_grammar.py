@@ -1,0 +1,267 @@
+"""The texts that a JSON schema's ``pattern`` matches, as an expression of XGrammar's EBNF.
+
+XGrammar copies a pattern between the quotes of a JSON string, so that quotes, backslashes and
+control characters break the JSON. Here each character is written as JSON requires. Where the
+dialects of Python and ECMA differ, only text that both match is allowed.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from re import _constants as op  # type: ignore[attr-defined]
+from re import _parser  # type: ignore[attr-defined]
+from typing import Any, Final, TypeAlias
+
+Chars: TypeAlias = list[tuple[int, int]]
+"""Sorted ranges of code points, both ends included."""
+Writer: TypeAlias = Callable[[Chars], str]
+"""Returns the expression of one character of a set."""
+
+ALL: Final[Chars] = [(0, 0xD7FF), (0xE000, 0x10FFFF)]
+"""All characters: code points without surrogates."""
+_SPACES: Final[Chars] = [(9, 13), (32, 32)]
+_DIGITS: Final[Chars] = [(48, 57)]
+_WORD: Final[Chars] = [(48, 57), (65, 90), (95, 95), (97, 122)]
+_LINE_ENDS: Final[Chars] = [(10, 10), (13, 13), (0x2028, 0x2029)]
+_SIZES: Final[Chars] = [(0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF)]
+"""Characters with 1, 2, 3 and 4 bytes in UTF-8."""
+_MOST: Final = 1 << 16
+
+
+class UnsupportedPattern(ValueError):
+    """A part of a regular expression has no grammar."""
+
+
+def pattern_expression(pattern: str, write: Writer) -> str:
+    """Return the expression of the texts in which a pattern is found.
+
+    Args:
+        write: writes one character.
+
+    Raises:
+        UnsupportedPattern: the pattern is wrong, or has look-around, back-references, or an anchor
+            within the text.
+    """
+    try:
+        parsed = _parser.parse(_python(pattern))
+    except (re.error, OverflowError, RecursionError) as error:
+        raise UnsupportedPattern(str(error)) from None
+    if parsed.state.flags & ~re.UNICODE:
+        raise UnsupportedPattern("flags are not supported")
+    return _Pattern(write).search([*parsed])
+
+
+def simple_pattern(pattern: str) -> tuple[Chars, int, int | None] | None:
+    """Return the characters and the lengths of ``^[...]{a,b}$``. None: another pattern."""
+    try:
+        parsed = [*_parser.parse(_python(pattern))]
+        if len(parsed) == 3 and _anchors(parsed[0], parsed[2]) and parsed[1][0] in _REPEATS:
+            low, high, body = parsed[1][1]
+            (one,) = body
+            return _chars(one), int(low), None if high is op.MAXREPEAT else int(high)
+    except (re.error, OverflowError, RecursionError, ValueError):
+        pass
+    return None
+
+
+def pattern_width(pattern: str) -> tuple[int, int | None] | None:
+    """Return the shortest and longest text that an anchored pattern matches. None: unknown."""
+    try:
+        parsed = _parser.parse(_python(pattern))
+    except (re.error, OverflowError, RecursionError):
+        return None
+    items = [*parsed]
+    if len(items) < 2 or not _anchors(items[0], items[-1]):
+        return None
+    low, high = parsed.getwidth()
+    return low, None if high >= _MOST else high
+
+
+_REPEATS: Final = (op.MAX_REPEAT, op.MIN_REPEAT)
+
+
+def _python(pattern: str) -> str:
+    """Return an ECMA pattern as Python writes it."""
+    pattern = re.sub(r"\(\?<(?=[A-Za-z_])", "(?P<", pattern)
+    pattern = re.sub(r"\\u\{([0-9a-fA-F]+)\}", lambda m: f"\\U{int(m[1], 16):08x}", pattern)
+    pattern = re.sub(r"\\c([A-Za-z])", lambda m: f"\\x{ord(m[1]) % 32:02x}", pattern)
+    # ECMA allows to escape a slash, and reads [^] and [] as Python does not.
+    return pattern.replace("\\/", "/")
+
+
+def _anchors(first: Any, last: Any) -> bool:
+    return _begins(first) and _ends(last)
+
+
+def _begins(item: Any) -> bool:
+    return item[0] is op.AT and item[1] in (op.AT_BEGINNING, op.AT_BEGINNING_STRING)
+
+
+def _ends(item: Any) -> bool:
+    return item[0] is op.AT and item[1] in (op.AT_END, op.AT_END_STRING)
+
+
+class _Pattern:
+    def __init__(self, write: Writer) -> None:
+        self._write = write
+
+    def search(self, items: list[Any]) -> str:
+        """Return the expression of texts that contain a match."""
+        if len(items) == 1 and items[0][0] is op.BRANCH:
+            # Each branch may have its own anchors.
+            return _any(self.search([*branch]) for branch in items[0][1][1])
+        if len(items) == 1 and items[0][0] is op.SUBPATTERN and not any(items[0][1][1:3]):
+            return self.search([*items[0][1][3]])
+        rest = f"{self._write(ALL)}*"
+        before = after = [rest]
+        while items and _begins(items[0]):
+            items, before = items[1:], []
+        while items and _ends(items[-1]):
+            items, after = items[:-1], []
+        return " ".join([*before, *map(self._item, items), *after]) or '""'
+
+    def _items(self, items: Any) -> str:
+        return " ".join(map(self._item, items)) or '""'
+
+    def _item(self, item: Any) -> str:
+        code, value = item
+        if code in (op.LITERAL, op.NOT_LITERAL, op.ANY, op.IN):
+            return self._write(_chars(item))
+        if code is op.SUBPATTERN:
+            _, add, remove, body = value
+            if add or remove:
+                raise UnsupportedPattern("flags are not supported")
+            return f"({self._items(body)})"
+        if code is op.BRANCH:
+            return _any(self._items(branch) for branch in value[1])
+        if code in _REPEATS:
+            low, high, body = value
+            most = "" if high is op.MAXREPEAT else int(high)
+            return f"({self._items(body)}){{{int(low)},{most}}}"
+        raise UnsupportedPattern(f"{str(code).lower()!r} is not supported within a pattern")
+
+
+def _any(parts: Iterator[str]) -> str:
+    return "(" + " | ".join(f"({part})" for part in parts) + ")"
+
+
+def _chars(item: Any) -> Chars:
+    """Return the characters that one item matches."""
+    code, value = item
+    if code is op.LITERAL:
+        return intersection([(value, value)], ALL)
+    if code is op.NOT_LITERAL:
+        return complement([(value, value)])
+    if code is op.ANY:
+        return complement(_LINE_ENDS)
+    if code is not op.IN:
+        raise UnsupportedPattern("not a set of characters")
+    negated = value[0][0] is op.NEGATE
+    found: Chars = []
+    for kind, part in value[1:] if negated else value:
+        if kind is op.LITERAL:
+            found.append((part, part))
+        elif kind is op.RANGE:
+            found.append((part[0], part[1]))
+        elif kind is op.CATEGORY:
+            found += _category(part, negated)
+        else:
+            raise UnsupportedPattern(f"{str(kind).lower()!r} is not supported in a set")
+    return complement(found) if negated else intersection(found, ALL)
+
+
+def _category(name: Any, wide: bool) -> Chars:
+    """Return the characters of ``\\d`` and so on.
+
+    Args:
+        wide: all that Python or ECMA has, instead of those that both have.
+    """
+    known = {
+        op.CATEGORY_DIGIT: (_DIGITS, "isdecimal", False),
+        op.CATEGORY_NOT_DIGIT: (_DIGITS, "isdecimal", True),
+        op.CATEGORY_SPACE: (_SPACES, "isspace", False),
+        op.CATEGORY_NOT_SPACE: (_SPACES, "isspace", True),
+        op.CATEGORY_WORD: (_WORD, "isalnum", False),
+        op.CATEGORY_NOT_WORD: (_WORD, "isalnum", True),
+    }
+    narrow, test, negated = known[name]
+    if not negated:
+        return [*narrow, *_unicode(test)] if wide else narrow
+    return complement(narrow) if wide else complement([*narrow, *_unicode(test)])
+
+
+@lru_cache(None)
+def _unicode(test: str) -> tuple[tuple[int, int], ...]:
+    """Return the characters of a category in Python or ECMA."""
+    more = {0xFEFF} if test == "isspace" else set()
+    found = [
+        code for code in range(sys.maxunicode + 1) if code in more or getattr(chr(code), test)()
+    ]
+    return tuple(merged([(code, code) for code in found]))
+
+
+def merged(chars: Chars) -> Chars:
+    """Return sorted ranges that do not touch."""
+    found: Chars = []
+    for low, high in sorted(chars):
+        if found and low <= found[-1][1] + 1:
+            found[-1] = (found[-1][0], max(found[-1][1], high))
+        else:
+            found.append((low, high))
+    return found
+
+
+def complement(chars: Chars) -> Chars:
+    """Return the other characters."""
+    found, begin = [], 0
+    for low, high in merged(chars):
+        if begin < low:
+            found.append((begin, low - 1))
+        begin = high + 1
+    found.append((begin, sys.maxunicode))
+    return intersection([(low, high) for low, high in found if low <= high], ALL)
+
+
+def intersection(first: Chars, second: Chars) -> Chars:
+    """Return the characters of both."""
+    pairs = [(max(a, c), min(b, d)) for a, b in merged(first) for c, d in merged(second)]
+    return [(low, high) for low, high in pairs if low <= high]
+
+
+def class_expression(chars: Chars) -> str:
+    """Return the class of some characters, which are written as they are.
+
+    XGrammar (0.2.1) reads only ranges right in which each byte of UTF-8 has a range of its own.
+    """
+    ranges = [
+        pair
+        for size in _SIZES
+        for low, high in intersection(chars, [size])
+        for pair in _aligned(low, high)
+    ]
+    return (
+        "[" + "".join(_escaped(a) + ("" if a == b else "-" + _escaped(b)) for a, b in ranges) + "]"
+    )
+
+
+def _aligned(low: int, high: int) -> Iterator[tuple[int, int]]:
+    """Split a range of characters whose bytes are equally many."""
+    for count in (1, 2, 3) if high > 0x7F else ():
+        mask = (1 << 6 * count) - 1
+        if low & ~mask != high & ~mask:
+            if low & mask:
+                yield from _aligned(low, low | mask)
+                yield from _aligned((low | mask) + 1, high)
+                return
+            if high & mask != mask:
+                yield from _aligned(low, (high & ~mask) - 1)
+                yield from _aligned(high & ~mask, high)
+                return
+    yield low, high
+
+
+def _escaped(code: int) -> str:
+    return f"\\U{code:08x}" if code > 0xFFFF else f"\\u{code:04x}"
