@@ -44,6 +44,12 @@ def message_of(completion: Completion, ids: str = "") -> Message:
     return found
 
 
+def cuts_call(completion: Completion) -> bool:
+    """Return whether a turn ended within a call of a tool, before the model ended it."""
+    cut = completion.finish_reason in ("length", "abort")
+    return cut and any(call.error for call in completion.tool_calls)
+
+
 def token_text(completion: Completion, token: int, as_ids: bool) -> str:
     """Return the text of a token, or "token_id:5" as in vLLM."""
     return f"token_id:{token}" if as_ids else completion._decode([token], False)

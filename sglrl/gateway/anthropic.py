@@ -15,7 +15,7 @@ import msgspec
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
 from .accepted_fields import ANTHROPIC_FIELDS
-from .answers import message_of, token_counts, unsent, weight_versions
+from .answers import cuts_call, message_of, token_counts, unsent, weight_versions
 from .anthropic_messages import Content, InputMessage, openai_messages
 from .anthropic_tools import openai_tools
 from .dialect import (
@@ -311,7 +311,7 @@ class MessagesAnswer:
     def _end_of(self, completion: Completion, message: Message) -> dict[str, Any]:
         """Return the fields of an answer that are known at its end."""
         stop, match = "end_turn", None
-        if message.get("tool_calls"):
+        if message.get("tool_calls") and not cuts_call(completion):
             stop = "tool_use"
         elif completion.finish_reason == "length":
             most = self._request.max_tokens

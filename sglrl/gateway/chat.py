@@ -16,7 +16,7 @@ import msgspec
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
 from .accepted_fields import CHAT_FIELDS
-from .answers import message_of, token_text, unsent, weight_versions
+from .answers import cuts_call, message_of, token_text, unsent, weight_versions
 from .dialect import (
     DONE,
     Dialect,
@@ -287,7 +287,9 @@ def _client_call(call: Mapping[str, Any], customs: frozenset[str]) -> Mapping[st
 
 
 def finish_of(completion: Completion, message: Message) -> str:
-    return "tool_calls" if message.get("tool_calls") else completion.finish_reason
+    if message.get("tool_calls") and not cuts_call(completion):
+        return "tool_calls"
+    return completion.finish_reason
 
 
 def logprobs_of(completion: Completion, as_ids: bool = False, start: int = 0) -> dict[str, Any]:

@@ -87,6 +87,17 @@ def test_why_an_answer_ends(values: Any, limit: int | None, reason: str, sequenc
     assert made["content"] == [{**CALL, "input": {}}]
 
 
+@pytest.mark.parametrize("values", [{"finish": "length", "tokens": 9}, {"finish": "abort"}])
+def test_a_call_that_is_cut(values: Any) -> None:
+    """The first call is whole, but the turn has more that is lost."""
+    whole = ToolCall(id="call_0_0", name="add", arguments={}, raw="")
+    cut = ToolCall(id="call_0_1", name="", arguments=None, raw="{", error="it has no end")
+    said = AssistantMessage(content="", tool_calls=(whole, cut))
+    made = answered(completion_of(said, **values), max_tokens=9)
+    assert made["stop_reason"] == ("max_tokens" if values["finish"] == "length" else "pause_turn")
+    assert made["content"][-1] == {**CALL, "input": {}}
+
+
 def test_tokens_are_counted_as_anthropic_does() -> None:
     made = answered(completion_of(AssistantMessage(content=""), cached=3), return_token_ids=True)
     assert made["usage"] == {

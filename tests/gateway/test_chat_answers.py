@@ -32,6 +32,20 @@ def chunks(stream: bytes) -> list[Any]:
     return [json.loads(line) for line in lines]
 
 
+@pytest.mark.parametrize("finish", ["stop", "length", "abort"])
+def test_a_call_that_is_cut(finish: str) -> None:
+    """The first call is whole, but the turn has more that is lost."""
+    whole = ToolCall(id="call_0_0", name="add", arguments={}, raw="")
+    cut = ToolCall(id="call_0_1", name="", arguments=None, raw="{", error="it has no end")
+    for calls, expected in (((whole,), "tool_calls"), ((whole, cut), finish)):
+        ended = completion([0, 1, 2], finish=finish)
+        ended.__dict__["message"] = AssistantMessage(content="", tool_calls=calls)
+        (choice,) = answer().whole([ended])["choices"]
+        assert choice["finish_reason"] == ("tool_calls" if finish == "stop" else expected)
+        *_, last = chunks(answer(stream=True).end([ended], [{}]))
+        assert last["choices"][0]["finish_reason"] == choice["finish_reason"]
+
+
 @pytest.mark.parametrize("stop", ["bc", 2, None])
 def test_the_stop_that_ended_a_choice(stop: str | int | None) -> None:
     stops = [stop] if isinstance(stop, str) else []
