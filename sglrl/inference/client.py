@@ -284,7 +284,7 @@ class Client(
             continue_final_message: continue the last message, which must be the assistant's,
                 instead of beginning a new one. The completion holds only the new tokens.
             renderer: parses ``Completion.message``, as in ``session``. None: one that fits, if
-                there are ``tools``.
+                there are ``tools``, or a grammar for ``messages``.
             tool_choice: as in ``session``.
             n: samples per prompt. They share the prompt's prefix cache on one worker. Either all
                 samples of all prompts are submitted at once, or none. The limit is the number of
@@ -330,27 +330,27 @@ class Client(
             requests.check_count(n, 1, worker)
         prompts: Sequence[bytes]
         parser: CompletionParser | None = None
-        calls_tools = tools or renderer is not None or tool_choice != "auto"
-        renders = calls_tools or template or chat_template_kwargs or continue_final_message
+        limited = messages is not None and prepared.params.grammars
+        reads = tools or renderer is not None or tool_choice != "auto" or limited
+        renders = reads or template or chat_template_kwargs or continue_final_message
         if prompt is not None or messages is not None or input_ids is None or renders:
             prompt, messages = as_messages(prompt, messages)
             options = template_arguments(
                 messages, tools, template, chat_template_kwargs, continue_final_message
             )
             several, prompts = await requests.encode_prompts(prompt, input_ids, messages, options)
-            if calls_tools:
+            if reads:
                 parser = await completion_parser(
                     renderer, tool_choice, requests.box, options, messages, prompts
                 )
-                prepared = await parser.prepare(requests.samplings, prepared)
+                prepared = await parser.prepare(requests.samplings, prepared, prompts)
         elif type(input_ids) is list and input_ids and type(input_ids[0]) is int:
             several, prompts = False, (check_ids(input_ids, requests.vocab_size),)
         else:
             several, prompts = check_given_ids(input_ids, requests.vocab_size)
         logprobs = logprobs or top_logprobs > 0
         if n == 1 and len(prompts) == 1:
-            # Almost every call takes this path, so it makes no lists and no gather.
-            (ids,) = prompts
+            (ids,) = prompts  # Almost every call takes this path, so it makes no lists.
             max_new = requests.max_new_tokens(prepared, len(ids) // 4)
             route = Route(ids, requests.version(lora), session)
             call, future = requests.sample(

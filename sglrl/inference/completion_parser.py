@@ -1,4 +1,4 @@
-"""Parse the completions of single calls, and make them call tools."""
+"""Parse the completions of single calls, and prepare the grammar of their turns."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ import numpy as np
 from ..errors import InvalidRequest
 from .completion import Completion
 from .prompts import check_messages
-from .renderer import Renderer, fitting_renderer
+from .renderer import Renderer, find_renderer, fitting_renderer
 from .sampling import Prepared, SamplingCache
 from .threads import in_thread
 from .tokens import TokenizerBox
-from .tool_choice import ToolChoice, require_call
+from .tool_choice import ToolChoice
+from .turn_grammar import turn_grammar
 
 
 class CompletionParser:
@@ -22,15 +23,26 @@ class CompletionParser:
 
     Args:
         renderers: of each prompt.
+        asked: the caller wants messages. Otherwise they are parsed only if a grammar begins after
+            the reasoning.
     """
 
-    def __init__(self, renderers: Sequence[Renderer | None], tool_choice: ToolChoice) -> None:
+    def __init__(
+        self, renderers: Sequence[Renderer | None], tool_choice: ToolChoice, asked: bool
+    ) -> None:
         self._renderers = renderers
         self._tool_choice = tool_choice
+        self._asked = asked
 
-    async def prepare(self, samplings: SamplingCache, prepared: Prepared) -> Prepared:
-        """Add the grammar of ``tool_choice`` to the sampling values of the prompts."""
-        return await require_call(samplings, prepared, self._tool_choice, self._renderers)
+    async def prepare(
+        self, samplings: SamplingCache, prepared: Prepared, prompts: Sequence[bytes]
+    ) -> Prepared:
+        """Return the sampling values of the prompts with the grammar of whole turns."""
+        found = self._renderers
+        made = await turn_grammar(samplings, prepared, self._tool_choice, found, prompts)
+        if made is prepared and not self._asked:
+            self._renderers = ()
+        return made
 
     async def parse(self, completions: Sequence[Completion]) -> None:
         """Parse the completions, equally many for each prompt, in a thread."""
@@ -71,10 +83,14 @@ async def completion_parser(
     _, conversations = check_messages(messages)
 
     def find() -> list[Renderer | None]:
+        if template.get("continue_final_message"):
+            # Renderers cannot write such a prompt, so it is not compared.
+            return [find_renderer(name, box, template)] * len(prompts)
         return [
             fitting_renderer(name, box, template, conversation, np.frombuffer(ids, "<i4").tolist())
             for conversation, ids in zip(conversations, prompts, strict=True)
         ]
 
     renderers = await in_thread(find)
-    return CompletionParser(renderers, tool_choice)
+    asked = bool(template.get("tools")) or name is not None or tool_choice != "auto"
+    return CompletionParser(renderers, tool_choice, asked)

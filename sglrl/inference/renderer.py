@@ -19,6 +19,8 @@ from weakref import WeakKeyDictionary
 
 from ..config import install
 from ..errors import InvalidRequest
+from .call_arguments import is_finite, parameters_of, texts_only, tool_name, with_arguments
+from .call_style import CallStyle, call_style
 from .message import AssistantMessage, ToolCall
 from .prompts import Message
 from .template_variables import read_arguments
@@ -79,13 +81,17 @@ class Renderer:
         self, name: str, renderer: Any, box: TokenizerBox, tools: list[Any] | None
     ) -> None:
         self.name = name
+        self._style: list[CallStyle | None] = []
+        """How calls are written, once it is known."""
         self._renderer = renderer
         self._box = box
         self.tools = tools
 
     def with_tools(self, tools: list[Any] | None) -> Renderer:
         """Return the same renderer for other tools."""
-        return Renderer(self.name, self._renderer, self._box, tools)
+        made = Renderer(self.name, self._renderer, self._box, tools)
+        made._style = self._style
+        return made
 
     def keeping_thoughts(self) -> Renderer:
         """Return a renderer whose ``bridge`` assumes that the template removes no thoughts.
@@ -130,6 +136,35 @@ class Renderer:
         found: list[int] = self._renderer.get_stop_token_ids()
         return found
 
+    def encode(self, text: str) -> list[int]:
+        """Return the tokens of a text that may contain special tokens."""
+        (found,) = self._box.encode_rendered([text])
+        return found
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of tokens, with special tokens."""
+        return self._box.decode(list(ids), False)
+
+    def is_reasoning(self, prompt: list[int]) -> bool:
+        """Return whether the tokens after a prompt are read as reasoning."""
+        try:
+            found = self._renderer.parse_response([], tools=self.tools, prompt_ids=prompt)
+        except Exception as error:
+            logger.info("the renderer %r cannot parse an empty turn: %s", self.name, error)
+            return False
+        return not getattr(found, "reasoning_complete", True)
+
+    def begins_turn(self, prompt: Sequence[int]) -> bool:
+        """Return whether a prompt ends where the assistant's turn begins, not within it."""
+        try:
+            ask = self._renderer.render_ids(_PROBES[0])
+            whole = self._renderer.render_ids(_PROBES[0], add_generation_prompt=True)
+        except Exception as error:
+            logger.info("the renderer %r cannot write a prompt: %s", self.name, error)
+            return False
+        header = whole[len(ask) :] if whole[: len(ask)] == ask else []
+        return list(prompt[len(prompt) - len(header) :]) == header
+
     def begins_reasoning(self, opening: str, closing: str) -> bool:
         """Return whether a prompt ends with the beginning of the assistant's reasoning.
 
@@ -146,20 +181,23 @@ class Renderer:
         closed = ids.index(tokens[closing]) if tokens.get(closing) in ids else len(ids)
         return opened < closed
 
-    def example(self, calls: int) -> str | None:
+    def example(self, calls: int, arguments: Mapping[str, Any] | None = None) -> str | None:
         """Return the text of a turn that thinks "Hm." and calls ``add(a=1, b=2)``.
 
         It ends before the token that ends the turn.
 
         Args:
             calls: how often it calls.
+            arguments: others for ``add``.
 
         Returns:
             Without the thought if the model does not think. None if the format has no such turn.
         """
         ask, answer = _PROBES[2][:1], _PROBES[2][1]
         ends = set(self.end_tokens)
-        several = [{**_CALL, "id": f"call_{number}"} for number in range(calls)]
+        function = {"name": "add", "arguments": arguments or {"a": 1, "b": 2}}
+        call = {"type": "function", "function": function}
+        several = [{**call, "id": f"call_{number}"} for number in range(calls)]
         try:
             begin = self._renderer.render_ids(ask, tools=[_TOOL], add_generation_prompt=True)
             for thought in ({}, {"reasoning_content": None}):
@@ -171,6 +209,53 @@ class Renderer:
         except Exception as error:
             logger.info("the renderer %r cannot write %d calls: %s", self.name, calls, error)
         return None
+
+    @property
+    def call_style(self) -> CallStyle | None:
+        """How the template writes calls of tools. None: in a way that has no grammar."""
+        if not self._style:
+            once = self.example(1)
+            found = call_style(once, self.example(2), {*self.added_tokens})
+            if found is not None and found.tagged and once is not None:
+                # Some formats write the types of values, too.
+                (call,) = self._calls(self.encode(once), [], [texts_only("add", ["a", "b"])]) or [
+                    None
+                ]
+                if call is None or call.arguments != {"a": "1", "b": "2"}:
+                    found = None
+            if found is not None and found.tagged:
+                constant = self.example(1, {"a": True}) or ""
+                found = found._replace(python=f"{found.between}True" in constant)
+            self._style.append(found)
+        return self._style[0]
+
+    def _calls(self, sampled: list[int], prompt: list[int], tools: Any) -> list[Any]:
+        """Return the calls of a turn as the package reads them."""
+        try:
+            found = self._renderer.parse_response(sampled, tools=tools, prompt_ids=prompt)
+        except Exception as error:
+            logger.info("the renderer %r cannot parse a turn: %r", self.name, error)
+            return []
+        return list(found.tool_calls)
+
+    def _reread(self, calls: Sequence[Any], prompt: list[int], sampled: list[int]) -> list[Any]:
+        """Return calls whose arguments are read as their schemas say."""
+        style = self.call_style
+        if style is None or not style.tagged or not calls:
+            return list(calls)
+        names: dict[str, set[str]] = {}
+        for call in calls:
+            if isinstance(call.arguments, Mapping):
+                names.setdefault(call.name or "", set()).update(call.arguments)
+        tools = [texts_only(name, sorted(arguments)) for name, arguments in names.items()]
+        texts = self._calls(sampled, prompt, tools)
+        if len(texts) != len(calls):
+            return list(calls)
+        schemas_ = {tool_name(tool): parameters_of(tool) for tool in self.tools or ()}
+        return [
+            with_arguments(style, call, text, schemas_.get(call.name, True))
+            for call, text in zip(calls, texts, strict=True)
+        ]
 
     def parse(self, prompt: list[int], sampled: list[int], number: int) -> AssistantMessage:
         """Return what the assistant says.
@@ -186,7 +271,7 @@ class Renderer:
             return AssistantMessage(content=self._box.decode(sampled, True))
         calls = [
             _call(call, call.id or f"call_{number}_{index}")
-            for index, call in enumerate(found.tool_calls)
+            for index, call in enumerate(self._reread(found.tool_calls, prompt, sampled))
         ]
         return AssistantMessage(
             content=found.content,
@@ -256,6 +341,9 @@ def _call(found: Any, id_: str) -> ToolCall:
             error = _ERRORS["invalid_json"]
     if not error and not isinstance(arguments, Mapping):
         error = "its arguments are not a JSON object"
+    if not error and not is_finite(arguments):
+        # Python reads NaN, Infinity and 1e999, which JSON cannot write.
+        error = _ERRORS["invalid_json"]
     return ToolCall(
         id=id_,
         name=found.name or "",

@@ -12,6 +12,7 @@ from ..errors import Closed, InvalidRequest, SglrlError, UsageError
 from ..wire.calls import ItemKind
 from .chunk import Chunk, StreamText
 from .completion import Completion
+from .completion_parser import completion_parser
 from .requests import Requests
 
 
@@ -78,6 +79,10 @@ class Stream:
         several, prompts = await requests.encode_prompts(prompt, input_ids, messages, template)
         if several:
             raise InvalidRequest("stream takes one prompt; use generate for a list")
+        if messages is not None and prepared.params.grammars:
+            given = None, "auto", requests.box, template or {}, messages, prompts
+            parser = await completion_parser(*given)
+            prepared = await parser.prepare(requests.samplings, prepared, prompts)
         call, reply = requests.stream_call(
             prompts[0], prepared, logprobs, session, deadline, priority, worker, name
         )

@@ -239,7 +239,7 @@ class Session:
             end = None if place.begins else self._history.end_token(place.last)
             arguments = self._spec, observed, before, dialogue, end, self._history.said(place)
             ids, dialogue = await in_thread(encode_observations, *arguments)
-        prepared = await self._spec.with_tool_choice(prepared, *choice)
+        prepared = await self._spec.with_grammar(prepared, *choice, ids)
         begin = 0
         if prepared.params.return_routed_experts and ids.startswith(place.tokens):
             begin = max(self._spec.routed_from, self._history.routed(place))

@@ -32,7 +32,8 @@ from ..inference.sampling import Prepared, SamplingParams, own_names
 from ..inference.single_call import stop_after_call
 from ..inference.threads import in_thread
 from ..inference.tokens import TokenIds, check_ids
-from ..inference.tool_choice import ToolChoice, chosen_tool, require_call
+from ..inference.tool_choice import ToolChoice, chosen_tool
+from ..inference.turn_grammar import turn_grammar
 from ..wire.engine import EngineInfo
 from .rewards import checked_weights
 
@@ -340,18 +341,19 @@ class SessionSpec:
             self.sampling, {**self.values, **turn_values(values)}
         )
 
-    async def with_tool_choice(
-        self, prepared: Prepared, choice: ToolChoice | None, parallel: bool
+    async def with_grammar(
+        self, prepared: Prepared, choice: ToolChoice | None, parallel: bool, prompt: bytes
     ) -> Prepared:
-        """Add the grammar of ``tool_choice`` to the values of a turn, after ``ids``.
+        """Return the values of a turn with the grammar of the whole turn. Call after ``ids``.
 
         Args:
             choice: of this turn. None: that of the session.
             parallel: the turn may make several calls.
+            prompt: the tokens before the turn, int32 bytes.
         """
         choice = self.tool_choice if choice is None else choice
         samplings = self.requests.samplings
-        prepared = await require_call(samplings, prepared, choice, [self.renderer])
+        prepared = await turn_grammar(samplings, prepared, choice, [self.renderer], [prompt])
         if parallel or choice not in ("auto", "required"):
             return prepared
         return await stop_after_call(samplings, prepared, self.renderer)

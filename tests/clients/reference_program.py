@@ -23,9 +23,11 @@ from sessions.families import FAMILIES, family_tokenizer
 from sglrl.api.tiny_model import make_model
 from sglrl.gateway.app import DIALECTS
 from sglrl.gateway.dialect import TurnRequest
+from sglrl.inference.engine_grammar import engine_grammar
 from sglrl.inference.renderer import find_renderer
+from sglrl.inference.sampling import from_kwargs
 from sglrl.inference.tokens import TokenizerBox
-from sglrl.inference.tool_choice import call_grammar
+from sglrl.inference.turn_grammar import turn_format
 
 CONTEXT = 32_768
 """The prompts of agents are long, and have about one token for each character."""
@@ -74,7 +76,7 @@ class Sampler:
         bias = torch.zeros(self._size)
         for token, value in sampling.get("logit_bias", {}).items():
             bias[int(token)] = value
-        grammar = self._grammar(request)
+        grammar = self._grammar(request, ids[: turn.start])
         matcher = None if grammar is None else xgrammar.GrammarMatcher(grammar)
         mask = xgrammar.allocate_token_bitmask(1, self._size)
         found = []
@@ -89,23 +91,27 @@ class Sampler:
             assert matcher is None or matcher.accept_token(token)
         return found
 
-    def _grammar(self, request: TurnRequest) -> Any:
-        sampling, compiler = request.sampling, self._compiler
-        if "regex" in sampling:
-            return compiler.compile_regex(sampling["regex"])
-        if "ebnf" in sampling:
-            return compiler.compile_grammar(sampling["ebnf"])
-        if "json_schema" in sampling:
-            schema = json.dumps(sampling["json_schema"])
-            return compiler.compile_json_schema(schema, any_whitespace=False)
-        if "structural_tag" in sampling:
-            return compiler.compile_structural_tag(sampling["structural_tag"])
-        if request.tool_choice == "auto":
+    def _grammar(self, request: TurnRequest, prompt: list[int]) -> Any:
+        params, choice = from_kwargs(dict(request.sampling)), request.tool_choice
+        if not params.grammars and choice == "auto":
             return None
         template = {**(request.chat_template_kwargs or {}), "tools": list(request.tools or ())}
         renderer = find_renderer(None, self._box, template)
         assert renderer is not None
-        return compiler.compile_structural_tag(call_grammar(renderer, request.tool_choice))
+        form = turn_format(renderer, prompt, choice, params)
+        if form is not None:
+            name, given = "structural_tag", json.dumps({"type": "structural_tag", "format": form})
+        else:
+            (name,) = params.grammars
+            value = getattr(params, name)
+            given = value if isinstance(value, str) else json.dumps(value)
+        # The engine is started without any white space in JSON.
+        name, text = engine_grammar(name, given, spaces=False)
+        if name == "regex":
+            return self._compiler.compile_regex(text)
+        if name == "ebnf":
+            return self._compiler.compile_grammar(text)
+        return self._compiler.compile_structural_tag(text)
 
 
 def main() -> None:

@@ -9,15 +9,19 @@ import re
 import runpy
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import anthropic
+import openai
+import pydantic
 import pytest
 import pytest_asyncio
 from readme import DOCS
-from sessions.families import FAMILIES, family_tokenizer
+from sessions.families import FAMILIES, family_template, family_tokenizer
 
 import sglrl
 from sglrl.api.tiny_model import make_model
+from sglrl.gateway.serving import serve
 
 from .reference import Reference
 
@@ -410,3 +414,78 @@ async def test_updates_and_aborts_within_turns_that_call(models: Path) -> None:
             assert text_of(client, session.turns[-1]) == rendered(client, messages[:-1])
             assert session.trajectory().branches == ()
         assert spans
+
+
+# --- grammars after the reasoning -----------------------------------------------------------------
+
+
+class Answer(pydantic.BaseModel):
+    digit: Literal[1, 2, 3]
+
+
+SCHEMA = Answer.model_json_schema()
+TEMPLATE = family_template(FAMILIES["qwen3.5"])
+"""It opens the reasoning in the prompt."""
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_grammars_after_the_reasoning(tools_client: sglrl.Client) -> None:
+    client, template = tools_client, {"chat_template": TEMPLATE}
+    bias = {client.tokenizer.convert_tokens_to_ids("</think>"): 6.0}
+    pattern = r'\{ ?"digit": ?[123]\}'
+    grammars: list[dict[str, Any]] = [
+        {"json_schema": SCHEMA},
+        {"regex": pattern},
+        {"ebnf": r'root ::= "{\"digit\": " [123] "}"'},
+        {"structural_tag": {"format": {"type": "regex", "pattern": pattern}}},
+    ]
+    for values in grammars:
+        values |= {"logit_bias": bias, "max_new_tokens": 200, "seed": 5}
+        turns = [await client.generate(messages=ASK, template=template, **values)]
+        async with client.session(messages=ASK, template=template) as session:
+            turns.append(await session.generate(**values))
+            session.observe([{"role": "user", "content": "And then?"}])
+            turns.append(await session.generate(**values))
+        for turn in turns:
+            assert turn.finish_reason == "stop"
+            assert turn.message.reasoning_content is not None
+            Answer.model_validate_json(turn.message.content)
+    # The turn ends within the reasoning.
+    values = {"json_schema": SCHEMA, "max_new_tokens": 20}
+    values["logit_bias"] = dict.fromkeys(bias, -100.0)
+    turn = await client.generate(messages=ASK, template=template, **values)
+    assert (turn.finish_reason, turn.message.content) == ("length", "")
+    # Qwen3's own template lets the model decide. It is asked not to reason here.
+    values = {"json_schema": SCHEMA, "template": {"enable_thinking": False}}
+    turn = await client.generate(messages=ASK, max_new_tokens=200, **values)
+    assert turn.message.reasoning_content is None
+    Answer.model_validate_json(turn.text)
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_parsed_answers_after_the_reasoning(tools_client: sglrl.Client) -> None:
+    """The ``parse`` methods of clients get the JSON, and never the reasoning."""
+    bias = {str(tools_client.tokenizer.convert_tokens_to_ids("</think>")): 6.0}
+    more: dict[str, Any] = {"chat_template_kwargs": {"chat_template": TEMPLATE}, "seed": 3}
+    more["logit_bias"] = bias
+    async with serve(tools_client, name="policy") as gateway:
+        async with openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="x") as agent:
+            chat = await agent.chat.completions.parse(
+                model="policy", messages=ASK, response_format=Answer, max_tokens=200,
+                extra_body=more,
+            )  # fmt: skip
+            assert chat.choices[0].message.parsed is not None
+            response = await agent.responses.parse(
+                model="policy", input="Hi", text_format=Answer, max_output_tokens=200,
+                extra_body=more,
+            )  # fmt: skip
+            assert response.output_parsed is not None
+            assert [item.type for item in response.output] == ["reasoning", "message"]
+        async with anthropic.AsyncAnthropic(base_url=gateway.url, api_key="x") as claude:
+            message = await claude.messages.create(
+                model="policy", messages=ASK, max_tokens=200, extra_body={
+                    **more, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}
+                },
+            )  # fmt: skip
+            assert [block.type for block in message.content] == ["thinking", "text"]
+            Answer.model_validate_json(message.content[-1].text)

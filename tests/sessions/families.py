@@ -72,6 +72,11 @@ FAMILIES = {
 }
 
 
+def family_template(family: Family) -> str:
+    """Return the chat template of a family."""
+    return (_TEMPLATES / f"{family.template}.jinja").read_text()
+
+
 def family_tokenizer(folder: Path, family: Family, vocab_size: int = 400) -> Any:
     """Make the tokenizer of a family, and save it in ``folder``."""
     tokenizer = make_tokenizer(folder, vocab_size)
@@ -81,7 +86,7 @@ def family_tokenizer(folder: Path, family: Family, vocab_size: int = 400) -> Any
     tokenizer.add_tokens(
         [AddedToken(t, normalized=False, special=not plain.fullmatch(t)) for t in tokens]
     )
-    tokenizer.chat_template = (_TEMPLATES / f"{family.template}.jinja").read_text()
+    tokenizer.chat_template = family_template(family)
     tokenizer.eos_token = family.end
     if tokens[0] in ("<|begin_of_text|>", "<bos>"):
         tokenizer.bos_token = tokens[0]

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-import xgrammar
 
 import sglrl
 from sglrl.inference.renderer import Renderer, find_renderer
+from sglrl.inference.sampling import SamplingParams
 from sglrl.inference.tokens import TokenizerBox
-from sglrl.inference.tool_choice import ToolChoice, call_grammar
+from sglrl.inference.tool_choice import ToolChoice
+from sglrl.inference.turn_grammar import turn_format
 
 from .families import FAMILIES, family_tokenizer
+from .grammars import Allowed
 
 NUMBERS = {
     "type": "object",
@@ -36,25 +37,14 @@ def renderer_of(family: str, folder: Path, options: dict[str, Any]) -> Renderer:
     return found
 
 
-class Accepts:
-    """Says which texts a grammar allows, with the model's special tokens as single tokens."""
-
-    def __init__(self, renderer: Renderer, choice: ToolChoice) -> None:
-        self._tokenizer = renderer._box.tokenizer
-        (self._end, *_) = renderer.end_tokens
-        info = xgrammar.TokenizerInfo.from_huggingface(
-            self._tokenizer, stop_token_ids=renderer.end_tokens
-        )
-        tag = json.dumps(call_grammar(renderer, choice))
-        self._grammar = xgrammar.GrammarCompiler(info).compile_structural_tag(tag)
-
-    def __call__(self, text: str) -> bool:
-        ids = self._tokenizer.encode(text, add_special_tokens=False)
-        return self.tokens([*ids, self._end])
-
-    def tokens(self, ids: list[int]) -> bool:
-        matcher = xgrammar.GrammarMatcher(self._grammar)
-        return all(matcher.accept_token(token) for token in ids) and matcher.is_terminated()
+def accepts(renderer: Renderer, choice: ToolChoice) -> Allowed:
+    """Return the turns that a choice allows."""
+    prompt = renderer._renderer.render_ids(
+        [{"role": "user", "content": "Hi"}], tools=TOOLS, add_generation_prompt=True
+    )
+    form = turn_format(renderer, prompt, choice, SamplingParams())
+    assert form is not None
+    return Allowed(renderer, form)
 
 
 @pytest.mark.parametrize("thinks", [True, False])
@@ -68,7 +58,7 @@ def test_calls(family: str, thinks: bool, tmp_path: Path) -> None:
     once, twice = renderer.example(1), renderer.example(2)
     assert once is not None
     assert ("Hm." in once) == (thinks and family != "llama-3")
-    any_tool, named = Accepts(renderer, "required"), Accepts(renderer, "multiply")
+    any_tool, named = accepts(renderer, "required"), accepts(renderer, "multiply")
     assert any_tool(once)
     assert any_tool(once.replace("add", "multiply"))
     assert any_tool(once.replace("Hm.", "I think\n<b>…</b>"))
@@ -89,4 +79,4 @@ def test_calls(family: str, thinks: bool, tmp_path: Path) -> None:
 def test_a_format_without_a_grammar(tmp_path: Path) -> None:
     renderer = renderer_of("gemma4", tmp_path, {})
     with pytest.raises(sglrl.InvalidRequest, match="not possible with the renderer 'gemma4'"):
-        call_grammar(renderer, "required")
+        accepts(renderer, "required")

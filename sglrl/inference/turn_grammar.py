@@ -1,0 +1,156 @@
+"""The grammar of an assistant's turn: its reasoning, then calls of tools or the given grammar.
+
+The reasoning is free text. The grammar that a caller gives begins where the renderer reads the
+first token of the content, in all APIs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+from msgspec.structs import asdict
+
+from ..errors import InvalidRequest
+from .engine_grammar import newer_tag
+from .formats import Format, literal, optional, sequence
+from .renderer import Renderer
+from .sampling import Prepared, SamplingCache, SamplingParams
+from .thought import Thought, thought_after
+from .threads import in_thread
+from .tool_choice import ToolChoice, calls_are_marked, calls_format
+
+
+async def turn_grammar(
+    samplings: SamplingCache,
+    prepared: Prepared,
+    choice: ToolChoice,
+    renderers: Sequence[Renderer | None],
+    prompts: Sequence[bytes],
+) -> Prepared:
+    """Return sampling values with the grammar of whole turns.
+
+    * The reasoning of the turns is free text.
+    * With another ``choice`` than "auto", the turns only call tools. A model whose turns begin with
+      reasoning then always reasons. With a given grammar, it decides.
+    * A ``json_schema`` of a conversation with tools allows the JSON, or calls.
+    * A ``regex``, ``ebnf`` or ``structural_tag`` that contains a token of the model's format for
+      reasoning or calls is used as it is: it describes a whole turn.
+
+    Args:
+        renderers: of the conversations, which have the same tools and the same template.
+        prompts: of the same conversations, int32 bytes.
+
+    Raises:
+        InvalidRequest: the grammar cannot be combined with ``choice``, with the format of the
+            model's calls, or with all of the prompts.
+    """
+    params = prepared.params
+    if choice == "auto" and not params.grammars:
+        return prepared
+    if choice != "auto" and params.grammars:
+        raise InvalidRequest(f"tool_choice is a grammar too: omit {params.grammars[0]}")
+    found = [renderer for renderer in renderers if renderer is not None]
+    if not found or len(found) < len(renderers):
+        if choice == "auto":
+            # No one reads reasoning or calls from these turns.
+            return prepared
+        raise InvalidRequest(
+            "tool_choice needs a model whose format for calls of tools is known, and no renderer "
+            "fits this model's chat template"
+        )
+
+    def find() -> list[Format | None]:
+        pairs = zip(found, prompts, strict=True)
+        return [turn_format(one, _ids(prompt), choice, params) for one, prompt in pairs]
+
+    form, *others = await in_thread(find)
+    if any(other != form for other in others):
+        raise InvalidRequest(
+            "a grammar for several conversations needs the same beginning of all turns, and some "
+            "of the prompts open the model's reasoning; give these conversations separately"
+        )
+    if form is None:
+        return prepared
+    values = {**asdict(params), **dict.fromkeys(params.grammars)}
+    values["structural_tag"] = {"type": "structural_tag", "format": form}
+    return samplings.prepare(SamplingParams(**values), {})
+
+
+def turn_format(
+    renderer: Renderer, prompt: list[int], choice: ToolChoice, params: SamplingParams
+) -> Format | None:
+    """Return the format of a turn after a prompt. None: the given grammar as it is.
+
+    Raises:
+        InvalidRequest: as ``turn_grammar``.
+    """
+    if choice != "auto":
+        content = calls_format(renderer, choice)
+    else:
+        content = given_format(params)
+        if params.json_schema is None and _describes_turns(renderer, content):
+            return None
+    thought = thought_after(renderer, prompt)
+    if thought and choice == "auto":
+        thought = thought._replace(opening=thought.opening.rstrip())
+    elements = _thought_format(renderer, thought) if thought else []
+    if choice != "auto":
+        return sequence([*elements, content])
+    if thought and thought.opening:
+        elements = optional(elements)
+    space = literal(thought.space, renderer.added_tokens) if thought else []
+    content = sequence([*optional(space), content])
+    if renderer.tools and params.json_schema is not None:
+        if not calls_are_marked(renderer):
+            raise InvalidRequest(
+                f"json_schema together with tools is not possible with the renderer "
+                f"{renderer.name!r}: its calls are JSON too; omit one of the two"
+            )
+        content = {"type": "or", "elements": [content, calls_format(renderer, "required")]}
+    elif thought is None:
+        return None
+    return sequence([*elements, content])
+
+
+def given_format(params: SamplingParams) -> Format:
+    """Return the format of a given grammar."""
+    (name,) = params.grammars
+    value = getattr(params, name)
+    if name == "regex":
+        return {"type": "regex", "pattern": value}
+    if name == "ebnf":
+        return {"type": "grammar", "grammar": value}
+    decoded = json.loads(value) if isinstance(value, str) else value
+    if name == "json_schema":
+        return {"type": "json_schema", "json_schema": decoded}
+    form: Format = newer_tag(decoded)["format"]
+    return form
+
+
+def _describes_turns(renderer: Renderer, form: Format) -> bool:
+    """Return whether a grammar contains a token of the model's format for reasoning or calls."""
+    example = renderer.example(1) or "<think></think>"
+    text = json.dumps(form, ensure_ascii=False)
+    return any(token in example and token in text for token in renderer.added_tokens)
+
+
+def _thought_format(renderer: Renderer, thought: Thought) -> list[Format]:
+    tokens = renderer.added_tokens
+    if thought.closing in tokens:
+        closing: Format = {"type": "token", "token": tokens[thought.closing]}
+        # Some parsers read a call within the reasoning, so no call begins there.
+        calls = (renderer.example(1) or "").rpartition(thought.closing)[2]
+        marks = {id_ for token, id_ in tokens.items() if token in calls}
+        without = sorted({*marks, tokens[thought.closing], *renderer.end_tokens})
+        free: Format = {"type": "any_tokens", "exclude_tokens": without}
+    else:
+        closing = {"type": "const_string", "value": thought.closing}
+        free = {"type": "any_text", "excludes": [thought.closing]}
+    return [*literal(thought.opening, tokens), free, closing]
+
+
+def _ids(prompt: bytes) -> list[int]:
+    found: list[int] = np.frombuffer(prompt, "<i4").tolist()
+    return found
