@@ -19,7 +19,7 @@ import msgspec
 
 from ..config import PoolConfig
 from ..core.driver_listener import DriverListener
-from ..core.members import STALE, SYNCING
+from ..core.members import RETIRED, STALE, SYNCING
 from ..core.seeds import process_seed
 from ..core.supervision import Supervision
 from ..errors import WorkerStartError
@@ -357,6 +357,7 @@ class Supervisor(DriverListener):
 
     def _sync_stale(self) -> None:
         """Let workers serve that have the current weights now. Send them to other stale workers."""
+        self._driver.hold("stale", None)
         for worker in list(self.workers.values()):
             state = self._driver.fabric.members[worker.index].state
             if state in (STALE, SYNCING) and self._weights.is_current(worker.index):
@@ -395,7 +396,16 @@ class Supervisor(DriverListener):
                 self._weights.version,
             )
             self._driver.set_syncing(index, stale=True)
+            self._hold_stale()
         worker.settled.set()
+
+    def _hold_stale(self) -> None:
+        """Record why calls wait, if only an update of the weights lets a worker serve."""
+        states = {member.state for member in self._driver.fabric.members.values()} - {RETIRED}
+        if states == {STALE}:
+            version = self._weights.version
+            reason = f"no process has the weights of version {version} any more"
+            self._driver.hold("stale", f"{reason}; await client.update_weights(...) with all")
 
     # --- events -----------------------------------------------------------------------------------
 

@@ -282,7 +282,7 @@ async def test_what_gives_all_weights_is_no_part(pool: Pool) -> None:
 async def test_a_worker_that_missed_a_part_is_not_current(pool: Pool) -> None:
     """All parts have one version. The parts of a lost worker count for none of its successors."""
     other = TensorSpec("other", "float32", (1,))
-    pool.channel._description = ModelDescription([*SPECS, other], [])
+    pool.channel._updates._description = ModelDescription([*SPECS, other], [])
     sender = Sender(pool, "a")
     told: list[int] = []
     pool.channel.on_version.add(lambda: told.append(pool.channel.version))

@@ -172,6 +172,8 @@ async def test_a_training_loop_without_a_copy(models: Path) -> None:
                 async for groups in run.batches():
                     taken += [group.index for group in groups]
             assert client.workers[0].state == "stale"
+            with pytest.raises(sglrl.DeadlineExceeded, match="version 1 any more; await"):
+                await client.generate(input_ids=[5], max_new_tokens=1, timeout=0.1)
             with pytest.raises(sglrl.WeightsLost):
                 await run.pause()
             run.resume()

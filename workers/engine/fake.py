@@ -396,7 +396,7 @@ class FakeEngine:
 
     def _hang_if_told(self, file: Path) -> None:
         with contextlib.suppress(FileNotFoundError):
-            tokens = int(file.read_text() or 0)
+            tokens = int(file.read_text(encoding="utf-8") or 0)
             if any(request.done >= tokens for request in self.requests.values()):
                 file.unlink()
                 while True:
