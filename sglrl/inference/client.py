@@ -18,7 +18,7 @@ from ..config import check_target
 from ..core.prefixes import Route
 from ..driver.gathering import submit_all
 from ..driver.port import PoolPort
-from ..driver.worker_info import QueueInfo, WorkerInfo, describe
+from ..driver.worker_info import WorkerInfo, describe
 from ..errors import InvalidRequest
 from ..weights.port import WeightSender
 from ..wire.engine import EngineInfo
@@ -164,15 +164,6 @@ class Client(
     def workers(self) -> list[WorkerInfo]:
         """The ``id``, ``pid``, ``state``, ``weight_version``, ``device``, load of every worker."""
         return self._pool.workers
-
-    @property
-    def queue(self) -> QueueInfo:
-        """The calls of all clients that wait at the driver: ``calls``, ``bytes``, ``clients``.
-
-        A client of ``sglrl.connect`` returns the last report of the pool. The pool sends one at
-        most every 0.1 s.
-        """
-        return self._pool.queue
 
     @property
     def tokenizer(self) -> Any:

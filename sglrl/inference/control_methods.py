@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from ..config import check_target, positive
+from ..driver.worker_info import QueueInfo
 from ..errors import UnknownEndpoint
 from .client_base import ClientBase
 from .engine_controls import ENDPOINTS, Pausing, WorkerStats, ask_all
@@ -15,6 +16,15 @@ class ControlMethods(ClientBase):
 
     _pausing: Pausing
     _timeout: float | None
+
+    @property
+    def queue(self) -> QueueInfo:
+        """The calls of all clients that wait at the driver: ``calls``, ``bytes``, ``clients``.
+
+        A client of ``sglrl.connect`` returns the last report of the pool. The pool sends one at
+        most every 0.1 s.
+        """
+        return self._pool.queue
 
     async def stats(self) -> list[WorkerStats]:
         """Return the statistics of every live engine, in worker order."""

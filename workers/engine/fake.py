@@ -44,7 +44,7 @@ from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -73,7 +73,7 @@ from sglrl.wire.processes import EngineSpec, WorkerSpec
 
 from ..mailbox import Mailbox
 from .fake_adapters import FakeAdapters
-from .fake_request import Running
+from .fake_request import Order, Running
 from .protocol import check_given, check_mode, check_sleep, check_top
 from .token_rate import TokenRate
 
@@ -83,14 +83,6 @@ if TYPE_CHECKING:
     from .fake_weights import FakeWeights
 
 _SAMPLINGS = 1024
-
-
-class _Order(NamedTuple):
-    """Work between two steps. See ``FakeEngine.order``."""
-
-    work: Callable[[], None]
-    inflight: str
-    is_over: Callable[[], bool]
 
 
 class FakeEngine:
@@ -125,7 +117,7 @@ class FakeEngine:
         self.version = 0
         self.empty = False
         """The weights were not kept in sleep, and no update has brought new ones."""
-        self.orders: deque[_Order] = deque()
+        self.orders: deque[Order] = deque()
         """Work between two steps, which other threads have asked for."""
         self.held_back: dict[int, Running] | None = None
         """Requests that wait until those before them have ended; None: no order waits for that."""
@@ -299,7 +291,7 @@ class FakeEngine:
             inflight: what happens to running requests before.
             is_over: returns whether the work is no longer wanted.
         """
-        self.orders.append(_Order(work, inflight, is_over))
+        self.orders.append(Order(work, inflight, is_over))
         self.wake()
 
     def wake(self) -> None:

@@ -1,9 +1,20 @@
-"""A request of the fake engine."""
+"""What the fake engine has to do: its requests, and work between two steps."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import msgspec
 import numpy as np
+
+
+class Order(NamedTuple):
+    """Work between two steps. See ``FakeEngine.order``."""
+
+    work: Callable[[], None]
+    inflight: str
+    is_over: Callable[[], bool]
 
 
 class Running(msgspec.Struct):
