@@ -212,7 +212,7 @@ class Conversations:
             session = self._idle.pop(after, None)
             if session is None or session._spec is not spec:
                 session = self._session._fork(spec)
-            session._select_seeds(*self._session._path, key, drawn)
+            session.seeds.select(*self._session.seeds.path, key, drawn)
             if seen is not None:
                 session.rewrite(seen, after=after)
             on_chunk = partial(on_tokens, first + number, spec)

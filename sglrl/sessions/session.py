@@ -13,13 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..core.policy_versions import MODEL
-from ..core.seeds import MOST_SEED, derived_seed
 from ..core.turn_tree import ROOT
 from ..driver.driver import now
 from ..errors import Closed, UsageError
 from ..inference.completion import Completion
 from ..inference.message import ToolCall
-from ..inference.number_checks import check_integer
 from ..inference.options import SamplingOptions
 from ..inference.prompts import Message, check_conversation, load_tokenizer
 from ..inference.replies import OnChunk
@@ -37,6 +35,7 @@ from .shared import Shared
 from .tools import OnError, Tool, run_tools
 from .trajectory import Trajectory
 from .turn_sampler import TurnSampler
+from .turn_seeds import TurnSeeds
 
 
 class Session:
@@ -61,9 +60,7 @@ class Session:
         self._on_turn = on_turn
         """Called after each turn with the bytes of its prompt, the number of cached prompt tokens,
         and the number of new bytes."""
-        self._path = path
-        """Which of the sessions with the same seed this is, for the seeds of its turns."""
-        self._forks = 0
+        self.seeds = TurnSeeds(path)
         self._is_fork = shared is not None
         self._shared = shared or Shared(History(spec.reward_weights), spec.metadata)
         self._history = self._shared.history
@@ -77,8 +74,6 @@ class Session:
         """Observations after the last turn."""
         self._taken = 0
         """Number of items of ``_pending`` in the prompt of the turn that is being sampled."""
-        self._turns = 0
-        """Number of turns that this session has sampled itself with the seeds of its path."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -156,15 +151,9 @@ class Session:
         if not self._sampler.busy:
             self._place = fork._place
 
-    def _select_seeds(self, *path: int | str) -> None:
-        """Use the seeds of this path for the turns from now on."""
-        self._path, self._turns = path, 0
-
     def _fork(self, spec: SessionSpec) -> Session:
         """Return a fork that begins a conversation of its own, with its own spec."""
-        self._forks += 1
-        path = (*self._path, self._forks)
-        made = Session(spec, self._gate, self._on_turn, path, shared=self._shared)
+        made = Session(spec, self._gate, self._on_turn, self.seeds.fork(), shared=self._shared)
         made._sampler.limit = self._sampler.limit
         made._sampler.closed = self._sampler.closed
         return made
@@ -254,8 +243,7 @@ class Session:
         if seed is None:
             seed = self._spec.prepared.seed
         if seed is not None:
-            check_integer("seed", seed, 0, MOST_SEED)
-            values["seed"] = derived_seed(seed, *self._path, self._turns)
+            values["seed"] = self.seeds.of_turn(seed)
         return self._spec.prepare(values) if values else self._spec.prepared
 
     async def _keep(
@@ -271,7 +259,7 @@ class Session:
             completion.__dict__["message"] = said
         del self._pending[: self._taken]
         self._place = self._history.keep(place, self._spec, ids, completion, dialogue, said)
-        self._turns += 1
+        self.seeds.turn_ended()
         if self._on_turn is not None:
             new = len(self._place.tokens) - len(ids)
             self._on_turn(len(ids), chunks[-1].cached_tokens, new)
@@ -445,10 +433,7 @@ class Session:
 
     @property
     def oldest_version(self) -> int | None:
-        """Policy version of the first sampled token.
-
-        While the first token is being sampled, this is a lower bound. Before that, it is None.
-        """
+        """Policy version of the first sampled token; a lower bound while it is being sampled."""
         return self._shared.oldest.get(MODEL)
 
     @property
