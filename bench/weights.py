@@ -29,7 +29,7 @@ from .report import (
 from .weight_cases import CASES, WeightCase
 
 _PARTS = "bench.weights_parts"
-_MODES = ("decoding", "idle", "paused")
+_MODES = ("decoding", "idle", "paused", "kept")
 _PHASES = ("prepare", "broadcast", "stage", "commit")
 _WAYS = ("one request", "flattened 512 MB", "per parameter")
 _TORCHRL = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", "NCCL_CUMEM_ENABLE": "0"}
@@ -63,7 +63,8 @@ def main(
         int | None, typer.Option(min=1, help="Updates of each kind; the median counts.")
     ] = None,
     mode: Annotated[
-        list[str] | None, typer.Option(help="decoding, idle or paused; repeatable.")
+        list[str] | None,
+        typer.Option(help="decoding, idle, paused, or kept in the host's memory; repeatable."),
     ] = None,
     peers: Annotated[bool, typer.Option(help="Measure SGLang's own ways too (on GPUs).")] = True,
     limit: Annotated[float, typer.Option(help="Seconds one system may take.")] = 240.0,
