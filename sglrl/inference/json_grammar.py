@@ -33,8 +33,12 @@ from .schema_values import TYPES, valid
 _MOST_RULES: Final = 20_000
 _HEX: Final = "[0-9a-fA-F]"
 _UNICODE: Final = f'"u" ([0-9a-cA-CefEF] {_HEX}{{3}} | [dD] [0-7] {_HEX}{{2}})'
-_ESCAPE: Final = f'"\\\\" (["\\\\/bfnrt] | {_UNICODE})'
-"""Any escape of a JSON string but half of a surrogate pair."""
+_ESCAPED: Final = f'["\\\\/bfnrt] | {_UNICODE}'
+"""What follows a backslash. Half of a surrogate pair is left out."""
+_FOLLOWS: Final = "(= [ \\n\\t]* [,}\\]:])"
+"""What may follow a string within JSON."""
+_LONGEST: Final = 64
+"""Longest text of which each character may be an escape. XGrammar compiles each of them."""
 _PLAIN: Final[Chars] = complement([(0, 31), (34, 34), (92, 92)])
 """Characters that a JSON string holds as they are."""
 _SHORT: Final = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
@@ -81,18 +85,19 @@ class JsonGrammar:
         self.forms = Forms(root)
         self.root = root
         self._rules: dict[str, str] = {}
+        self._made = 0
         self._names: dict[str, str | None] = {}
-        self._comma, self._colon = '", "', '": "'
-        self._space = ""
+        self._comma, self._colon, self._space = '", "', '": "', ""
         if spaces:
-            self._space = self.rule("[ \\n\\t]*")
+            self._space = "[ \\n\\t]*"
             self._comma = f'{self._space} "," {self._space}'
             self._colon = f'{self._space} ":" {self._space}'
         self._markers = tuple(markers)
-        heads = {ord(marker[0]) for marker in markers}
-        self._raw = intersection(_PLAIN, complement([(head, head) for head in heads]))
+        self._heads = sorted({ord(marker[0]) for marker in markers})
+        self._raw = intersection(_PLAIN, complement([(head, head) for head in self._heads]))
         """Characters that strings hold as they are wherever they are."""
-        self._heads = heads
+        self._any = ""
+        """The rule of any text and the quote behind it, once it is needed."""
 
     def text(self, root: str) -> str:
         """Return the grammar of an expression."""
@@ -101,8 +106,9 @@ class JsonGrammar:
 
     def rule(self, body: str) -> str:
         """Return the name of a rule."""
-        name = f"r{len(self._rules)}"
-        if len(self._rules) >= _MOST_RULES:
+        self._made += 1
+        name = f"r{self._made}"
+        if self._made > _MOST_RULES:
             raise InvalidRequest(f"json_schema: the grammar has more than {_MOST_RULES} rules")
         self._rules[name] = body
         return name
@@ -172,41 +178,67 @@ class JsonGrammar:
         return self._object(form, path)
 
     # --- strings ----------------------------------------------------------------------------------
+    # XGrammar compiles masks of tokens for each rule. They are complete only if a rule goes on to
+    # the quote that ends the string, character after character, and states what may follow.
+    # Otherwise each token of the vocabulary is checked again at each step, which takes 100 ms.
 
     def char(self, chars: Chars) -> str:
-        """Return the expression of one character of a set within a JSON string."""
-        parts = []
+        """Return the expression of one character of a set within a JSON string.
+
+        Characters that JSON escapes are written only if the set has no others.
+        """
         if raw := intersection(chars, self._raw):
-            parts.append(class_expression(raw))
-        others = intersection(chars, complement(self._raw))
-        if others == complement(self._raw) and raw:
-            # Any character may be written as an escape, too.
-            return f"({class_expression(raw)} | {_ESCAPE})"
-        for low, high in others:
-            for code in range(low, high + 1):
-                short = _SHORT.get(code)
-                parts.append(quoted(f"\\{short}" if short else f"\\u{code:04x}"))
-        if not parts:
+            return class_expression(raw)
+        codes = [code for low, high in chars for code in range(low, high + 1)]
+        if not codes:
             raise UnsupportedPattern("a set of characters is empty")
+        parts = [
+            quoted(f"\\{_SHORT[code]}" if code in _SHORT else f"\\u{code:04x}") for code in codes
+        ]
         return f"({' | '.join(parts)})"
 
-    def _string(self, form: Form, path: str) -> str | None:
+    def _string(self, form: Form, path: str) -> str:
+        low, high = form.get("minLength", 0), form.get("maxLength")
+        counted = "pattern" not in form and (low or high is not None)
+        if counted and (low if high is None else high) <= _LONGEST:
+            return f'"\\"" {self._counted(low, high)}'
         body = text_expression(form, path, self.char)
-        return f'"\\"" {self._any_text() if body is None else body} "\\""'
+        return f'"\\"" {self._any_text()}' if body is None else f'"\\"" {body} "\\""'
+
+    def _counted(self, low: int, high: int | None) -> str:
+        """Return the rule of text of some length, and the quote behind it."""
+        after = self._any_text() if high is None else self._text_rule('"\\""')
+        for at in reversed(range(low if high is None else high)):
+            end = '"\\"" | ' if at >= low else ""
+            raw = class_expression(self._raw)
+            after = self._text_rule(f'{end}{raw} {after} | "\\\\" {self._escape()} {after}')
+        return after
+
+    def _text_rule(self, body: str) -> str:
+        return self.rule(f"({body}) {_FOLLOWS}")
+
+    def _escape(self) -> str:
+        if "escape" not in self._rules:
+            self._rules["escape"] = _ESCAPED
+        return "escape"
 
     def _any_text(self) -> str:
-        """Return the expression of any text within a JSON string."""
-        if not self._heads:
-            return f"({class_expression(_PLAIN)} | {_ESCAPE})*"
-        if len(self._heads) > 1:
-            return f"({class_expression(self._raw)} | {_ESCAPE})*"
-        # The head of a marker may stand before a character that none of the markers goes on with.
-        (head,) = self._heads
-        seconds = [(ord(marker[1]), ord(marker[1])) for marker in self._markers if marker[1:]]
-        after = intersection(self._raw, complement(seconds))
-        one = quoted(chr(head))
-        item = f"({class_expression(self._raw)} | {_ESCAPE} | {one}+ {class_expression(after)}"
-        return f"{item} | {one}+ {_ESCAPE})* {one}*"
+        """Return the rule of any text, and the quote behind it."""
+        if self._any:
+            return self._any
+        self._any = name = self.rule("")
+        body = f'"\\"" | {class_expression(self._raw)} {name} | "\\\\" {self._escape()} {name}'
+        if len(self._heads) == 1:
+            # The head of a marker may stand before a character that no marker goes on with.
+            (head,) = self._heads
+            one, after = quoted(chr(head)), self.rule("")
+            seconds = [(ord(marker[1]), ord(marker[1])) for marker in self._markers if marker[1:]]
+            safe = class_expression(intersection(self._raw, complement(seconds)))
+            rest = f'"\\"" | {safe} {name} | "\\\\" {self._escape()} {name} | {one} {after}'
+            self._rules[after] = f"({rest}) {_FOLLOWS}"
+            body += f" | {one} {after}"
+        self._rules[name] = f"({body}) {_FOLLOWS}"
+        return name
 
     # --- arrays and objects -----------------------------------------------------------------------
 
@@ -361,7 +393,7 @@ class JsonGrammar:
         if value is None:
             return None
         if names in (True, {}):
-            key = f'"\\"" {self._other_text(declared)} "\\""'
+            key = f'"\\"" {self._other_text(declared)}'
         else:
             if any(valid(names, name, self.root) for name in declared):
                 reject(path, "propertyNames", "a declared name is one of them")
@@ -370,23 +402,25 @@ class JsonGrammar:
         return None if key is None else f"{key} {self._colon} {value}"
 
     def _other_text(self, names: Iterable[str]) -> str:
-        """Return the expression of text within a JSON string that is none of some names."""
+        """Return the rule of text that is none of some names, and the quote behind it."""
         names = [*names]
         if not names:
             return self._any_text()
+        # An escape could write a declared name, so other names have none.
+        rest = self.rule("")
+        raw = class_expression(self._raw)
+        self._rules[rest] = f'("\\"" | {raw} {rest}) {_FOLLOWS}'
 
         def without(suffixes: list[str]) -> str:
-            """Return the text that is none of the suffixes."""
-            parts = [] if "" in suffixes else ['""']
-            heads = {suffix[0] for suffix in suffixes if suffix}
-            for head in sorted(heads):
-                rest = [suffix[1:] for suffix in suffixes if suffix[:1] == head]
-                parts.append(f"{self._as_is(head)} {without(rest)}")
+            """Return the rule of text that is none of the suffixes."""
+            parts = [] if "" in suffixes else ['"\\""']
+            heads = sorted({suffix[0] for suffix in suffixes if suffix})
+            for head in heads:
+                after = [suffix[1:] for suffix in suffixes if suffix[:1] == head]
+                parts.append(f"{self._as_is(head)} {without(after)}")
             others = complement([(ord(head), ord(head)) for head in heads])
-            # Escapes could write a declared name, so names of others have none.
-            plain = class_expression(intersection(others, self._raw))
-            parts.append(f"{plain} {class_expression(self._raw)}*")
-            return self.rule(" | ".join(parts))
+            parts.append(f"{class_expression(intersection(others, self._raw))} {rest}")
+            return self._text_rule(" | ".join(parts))
 
         return without(names)
 
