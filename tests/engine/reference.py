@@ -62,3 +62,25 @@ class Reference:
         for _ in range(count):
             ids.append(int(self.logprobs(ids)[-1].argmax()))
         return ids[len(prompt) :]
+
+
+def penalized(
+    logits: torch.Tensor, counted: list[int], how: dict[str, Any], ends: list[int]
+) -> torch.Tensor:
+    """Return a row of logits after penalties, as docs/logprobs.md describes them.
+
+    Args:
+        counted: the output tokens before it.
+        how: the sampling parameters.
+        ends: tokens that may not be sampled here.
+    """
+    row = logits.double().clone()
+    ids, counts = torch.unique(torch.tensor(counted, dtype=torch.int64), return_counts=True)
+    row[ids] -= how.get("frequency_penalty", 0.0) * counts
+    row[ids] -= how.get("presence_penalty", 0.0)
+    row[ends] = -torch.inf
+    scale = how.get("repetition_penalty", 1.0)
+    row[ids] = torch.where(row[ids] > 0, row[ids] / scale, row[ids] * scale)
+    for token, bias in how.get("logit_bias", {}).items():
+        row[token] += bias
+    return row / how.get("temperature", 1.0)

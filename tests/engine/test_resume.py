@@ -21,7 +21,7 @@ import sglrl
 from sglrl.core.calls import RUNNING
 from sglrl.core.members import READY
 
-from .reference import Reference
+from .reference import Reference, penalized
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -265,6 +265,17 @@ async def test_with_overlap_penalties_count_every_token_once(
         while not call.done():
             await client.generate(input_ids=next(prompts), max_new_tokens=1)
         made = await call
+        alone = {"frequency_penalty": 0.7, "presence_penalty": 0.4, "repetition_penalty": 1.5}
+        together = await client.generate(input_ids=PROMPT, **{**WANTED, **alone})
+    output = together.output_ids.tolist()
+    logits = reference.logits([*PROMPT, *output])[len(PROMPT) - 1 :]
+    assert together.logprobs is not None
+    for at, (token, logprob) in enumerate(zip(output, together.logprobs, strict=True)):
+        rows = [
+            torch.log_softmax(penalized(logits[at], counted, alone, []), -1)
+            for counted in (output[:at], output[: max(0, at - 1)])
+        ]
+        assert min(abs(float(row[token]) - float(logprob)) for row in rows) < 1e-3, at
     output = made.output_ids.tolist()
     logits = reference.logits([*PROMPT, *output])[len(PROMPT) - 1 :]
     assert made.logprobs is not None

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 import sglrl
 from sglrl.wire.engine import GenerateArgs
 
-from .reference import Reference
+from .reference import Reference, penalized
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -360,3 +361,48 @@ async def test_penalties_are_part_of_the_logprobs(
         assert token == int(row.argmax())
         assert abs(row[token] - made.logprobs[i]) < 1e-4
         seen[token] += 1
+
+
+async def test_penalties_are_those_of_the_documents(
+    client: sglrl.Client, reference: Reference
+) -> None:
+    """Every logprob of the distribution, with several penalties at once."""
+    cases: list[dict[str, Any]] = [
+        {"frequency_penalty": 0.7},
+        {"presence_penalty": 0.9, "temperature": 0.6},
+        {"repetition_penalty": 1.5},
+        {"frequency_penalty": 0.7, "presence_penalty": -0.4, "repetition_penalty": 1.5},
+        {
+            "frequency_penalty": -0.3,
+            "presence_penalty": 0.9,
+            "repetition_penalty": 0.6,
+            "logit_bias": {9: 1.5, 11: -2.0},
+            "min_new_tokens": 12,
+            "temperature": 1.3,
+        },
+    ]
+    made = await asyncio.gather(
+        *(
+            client.generate(
+                input_ids=PROMPT,
+                max_new_tokens=24,
+                seed=5,
+                top_logprobs=300,
+                ignore_eos="min_new_tokens" not in how,
+                **how,
+            )
+            for how in cases
+        )
+    )
+    for how, completion in zip(cases, made, strict=True):
+        output = completion.output_ids.tolist()
+        assert len(output) > 12
+        rows = reference.logits([*PROMPT, *output])[len(PROMPT) - 1 : -1]
+        top = completion.top_logprobs
+        assert top is not None
+        for at, row in enumerate(rows):
+            ends = client.info.eos_token_ids if at < how.get("min_new_tokens", 0) else []
+            expected = torch.log_softmax(penalized(row, output[:at], how, ends), -1).numpy()
+            np.testing.assert_allclose(
+                top.logprobs[at], expected[top.ids[at]], atol=1e-3, rtol=0, err_msg=str(how)
+            )

@@ -2,7 +2,8 @@
 
 SGLang forgets the penalties of a retracted request, because its penalizers start anew with each
 prefill. The same applies to a request that continues the output of another worker. This module
-restores the penalties of both.
+restores the penalties of both. SGLang also applies several penalties of a request in an order that
+differs between processes. Here the order is fixed: see ``docs/logprobs.md``.
 
 With overlap, SGLang (0.5.17 to 0.5.23) has a second fault. It passes a request's last token to the
 penalizers once per step, however many tokens have arrived since the step before. After a prefill in
@@ -39,6 +40,10 @@ def install(setup: Setup) -> None:
         info = before(cls, batch, vocab_size)
         orchestrator = info.penalizer_orchestrator
         if orchestrator.is_required:
+            # SGLang's order is that of a set, so it differs between processes. The overlapping loop
+            # always adds first.
+            order = sorted(orchestrator.penalizers.items(), key=lambda p: p[1].is_multiplicative)
+            orchestrator.penalizers = dict(order)
             for penalizer in orchestrator.penalizers.values():
                 if penalizer.is_prepared():
                     restore(penalizer, [seen(request) for request in batch.reqs])
