@@ -196,7 +196,7 @@ def test_a_client_without_a_block(close: bool) -> None:
 
         async def main():
             global client, actors
-            client = await sglrl.launch("fake", engine="fake")
+            client = await sglrl.launch("fake", engine="fake", progress=False)
             actors = await sglrl.spawn(Echo)
             other = await sglrl.connect(client.address)
             print(await actors.say("hi"), (await other.generate(input_ids=[1, 2])).output_ids[:2])
@@ -217,9 +217,9 @@ def test_a_cell_that_runs_twice_is_told_of_the_first_client() -> None:
     done = run("""
         async def main():
             for i in range(2):
-                client = await sglrl.launch("fake", engine="fake")
+                client = await sglrl.launch("fake", engine="fake", progress=False)
             await client.close()
-            other = await sglrl.launch("another", engine="fake")
+            other = await sglrl.launch("another", engine="fake", progress=False)
         asyncio.run(main())
     """)
     (line,) = done.stderr.splitlines()
@@ -260,7 +260,8 @@ def test_run_ends_with_one_line() -> None:
             BEGIN
             + textwrap.dedent("""
                 async def main():
-                    async with sglrl.launch("fake", engine="fake", step_seconds=0.1) as client:
+                    options = dict(engine="fake", step_seconds=0.1, progress=False)
+                    async with sglrl.launch("fake", **options) as client:
                         print(client.workers[0].pid, flush=True)
                         await client.generate(input_ids=[1], max_new_tokens=10_000)
                 sglrl.run(main())

@@ -41,6 +41,12 @@ asyncio.run(main())
 """
 
 
+@pytest.fixture(autouse=True)
+def hidden_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the lines about starts, programs print nothing of the library to stderr."""
+    monkeypatch.setenv("SGLRL_PROGRESS", "0")
+
+
 def run(*arguments: str, cwd: Path, text: str | None = None) -> str:
     done = subprocess.run(
         [sys.executable, *arguments],
