@@ -386,12 +386,13 @@ class JsonGrammar:
             ((pattern, schema),) = patterns.items()
             if any(re.search(pattern, name) for name in declared):
                 reject(path, "patternProperties", "a declared name matches the pattern")
-            key = self._string({"pattern": pattern}, f"{path}/patternProperties")
+            name = self._string({"pattern": pattern}, f"{path}/patternProperties")
             value = self.value(schema, f"{path}/patternProperties/{pattern}")
-            return None if value is None else f"{key} {self._colon} {value}"
+            return None if value is None else f"{name} {self._colon} {value}"
         value = self.value(additional, f"{path}/additionalProperties")
         if value is None:
             return None
+        key: str | None
         if names in (True, {}):
             key = f'"\\"" {self._other_text(declared)}'
         else:
