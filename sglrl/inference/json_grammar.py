@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ..errors import InvalidRequest
+from .ebnf import one_of, quoted, times
 from .number_grammar import INTEGER, NUMBER, Range, decimals, integers, range_of
 from .pattern_grammar import (
     ALL,
@@ -137,7 +138,7 @@ class JsonGrammar:
         # A schema may refer to itself.
         name = self._names[key] = self.rule("")
         parts = [self.form(form, path) for form in self.forms.alternatives(schema, path)]
-        body = _any(part for part in parts if part is not None)
+        body = one_of(part for part in parts if part is not None)
         if body is None:
             del self._rules[name]
             self._names[key] = None
@@ -149,8 +150,8 @@ class JsonGrammar:
         """Return the expression of the values of a form."""
         if "enum" in form:
             values = [one for one in form["enum"] if valid(form, one, self.root)]
-            return _any(self.literal(one) for one in values)
-        return _any(
+            return one_of(self.literal(one) for one in values)
+        return one_of(
             part for one in types_of(form) if (part := self._typed(form, one, path)) is not None
         )
 
@@ -270,9 +271,9 @@ class JsonGrammar:
         if rest is None or most == 0:
             after = '""'
         elif count:
-            after = f"({self._comma} {rest}){_times(least, most)}"
+            after = f"({self._comma} {rest}){times(least, most)}"
         else:
-            more = _times(max(0, least - 1), None if most is None else most - 1)
+            more = times(max(0, least - 1), None if most is None else most - 1)
             after = f"{rest} ({self._comma} {rest}){more}"
             if not least:
                 after = f'("" | {after})'
@@ -324,13 +325,13 @@ class JsonGrammar:
                 parts.append(f"{comma} {key} {self._colon} {value} {rest}")
             if not needed and (rest := after(at + 1, count)) is not None:
                 parts.append(rest)
-            return _any(parts)
+            return one_of(parts)
         least, most = max(0, low - count), None if high is None else high - count
         if extra is None or most == 0:
             return '""' if least == 0 else None
         if count:
-            return f"({self._comma} {extra}){_times(least, most)}"
-        more = _times(max(0, least - 1), None if most is None else most - 1)
+            return f"({self._comma} {extra}){times(least, most)}"
+        more = times(max(0, least - 1), None if most is None else most - 1)
         some = f"{extra} ({self._comma} {extra}){more}"
         return some if least else f'"" | {some}'
 
@@ -457,7 +458,7 @@ def text_expression(form: Form, path: str, char: Any) -> str | None:
         pattern = _FORMATS.get(form.get("format", ""))
     try:
         if pattern is None:
-            return f"{char(ALL)}{_times(low, high)}" if low or high is not None else None
+            return f"{char(ALL)}{times(low, high)}" if low or high is not None else None
         if low or high is not None:
             return _with_length(pattern, low, high, path, char)
         return pattern_expression(pattern, char)
@@ -483,28 +484,4 @@ def _with_length(pattern: str, low: int, high: int | None, path: str, char: Any)
     most = high if most is None else most if high is None else min(most, high)
     if most is not None and least > most:
         reject(path, "minLength", "no text has this length and matches the pattern")
-    return f"{char(chars)}{_times(least, most)}"
-
-
-def quoted(text: str) -> str:
-    """Return the expression of a text."""
-    found = "".join(
-        f"\\{char}" if char in '"\\' else char if " " <= char <= "~" else _code(char)
-        for char in text
-    )
-    return f'"{found}"'
-
-
-def _code(char: str) -> str:
-    return f"\\U{ord(char):08x}" if ord(char) > 0xFFFF else f"\\u{ord(char):04x}"
-
-
-def _times(low: int, high: int | None) -> str:
-    return "*" if (low, high) == (0, None) else f"{{{low},{'' if high is None else high}}}"
-
-
-def _any(parts: Iterable[str]) -> str | None:
-    found = list(dict.fromkeys(parts))
-    if not found:
-        return None
-    return found[0] if len(found) == 1 else "(" + " | ".join(found) + ")"
+    return f"{char(chars)}{times(least, most)}"
