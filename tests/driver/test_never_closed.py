@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import textwrap
@@ -67,6 +68,7 @@ def run(program: str, *options: str, before: str = "") -> tuple[str, str]:
         text=True,
         check=False,
         timeout=300,
+        env={**os.environ, "SGLRL_PROGRESS": "0"},
     )
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()

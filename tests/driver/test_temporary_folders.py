@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -71,22 +73,29 @@ class Program:
         assert self.process.returncode == 0
 
 
-def test_the_next_program_removes_the_folder_of_a_killed_one(tmp_path: Path) -> None:
-    running = Program(tmp_path)
-    (own,) = tmp_path.iterdir()
-    killed = Program(tmp_path)
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """Return a folder with a short path. Sockets in a long one would be elsewhere."""
+    with tempfile.TemporaryDirectory() as path:
+        yield Path(path)
+
+
+def test_the_next_program_removes_the_folder_of_a_killed_one(folder: Path) -> None:
+    running = Program(folder)
+    (own,) = folder.iterdir()
+    killed = Program(folder)
     killed.kill()
-    assert len([*tmp_path.iterdir()]) == 2, "the killed program has left its folder"
-    foreign = tmp_path / "sglrl-of-another-version"
+    assert len([*folder.iterdir()]) == 2, "the killed program has left its folder"
+    foreign = folder / "sglrl-of-another-version"
     foreign.mkdir()
-    following = Program(tmp_path)
-    assert len([*tmp_path.iterdir()]) == 3
-    assert {own, foreign} < {*tmp_path.iterdir()}
+    following = Program(folder)
+    assert len([*folder.iterdir()]) == 3
+    assert {own, foreign} < {*folder.iterdir()}
     # The folder of a running program stays, and still works.
     assert (running.echo("a"), following.echo("b")) == ("a", "b")
     running.end()
     following.end()
-    assert [*tmp_path.iterdir()] == [foreign]
+    assert [*folder.iterdir()] == [foreign]
 
 
 def test_folders_are_not_removed_while_others_make_theirs(tmp_path: Path) -> None:

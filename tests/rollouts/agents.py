@@ -68,7 +68,7 @@ async def until(condition: Callable[[], Any]) -> Any:
 
 
 def new_weights(client: sglrl.Client) -> None:
-    """Do what the weight channel does after an update; the fake engine has no weights."""
+    """Raise the version as an update does. Tokens still have the version of the fake engine."""
     weights = client._pool.weights
     weights._versions.current += 1
     for listener in list(weights.on_version):

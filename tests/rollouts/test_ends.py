@@ -9,14 +9,11 @@ import signal
 from typing import Any
 
 import pytest
+import torch
 
 import sglrl
 
-from .agents import (
-    ITEMS,
-    new_weights,
-    two_turns,
-)
+from .agents import ITEMS, two_turns
 
 
 async def test_leaving_early_leaves_nothing(client: sglrl.Client) -> None:
@@ -65,7 +62,8 @@ async def test_a_run_ends_when_its_pool_drains(client: sglrl.Client, connected: 
         draining.set()
         with pytest.raises(sglrl.Closed):
             await run.take(1)
-        assert run.state_dict() == {"next": 6, "unfinished": [2, 3, 4, 5]}
+        state = {"next": 6, "unfinished": [2, 3, 4, 5]}
+        assert run.state_dict().items() >= state.items()
         assert (run.metrics.groups_dropped, run.metrics.samples_lost) == (0, {})
         held.cancel()
 
@@ -86,7 +84,7 @@ async def test_what_agents_make_of_their_cancellation_is_no_failure(client: sglr
     async with run:
         for _ in range(3):
             await at_tools.acquire()
-    assert run.state_dict() == {"next": 3, "unfinished": [0, 1, 2]}
+    assert run.state_dict().items() >= {"next": 3, "unfinished": [0, 1, 2]}.items()
     assert run.metrics.samples_lost == {}
     assert not run.errors
 
@@ -126,9 +124,8 @@ async def test_what_comes_of_being_given_up_is_no_failure(
         taking = asyncio.create_task(run.take())
         await waits.wait()
         if why == "stale":
-            new_weights(client)
-        if why == "stale":
-            assert await taking == []
+            await client.update_weights({"w": torch.zeros(1)})
+            assert [group.version for group in await taking] == [1], "it was sampled again"
         else:
             with pytest.raises((sglrl.DeadlineExceeded, sglrl.SglrlError)) as error:
                 await taking
@@ -136,7 +133,7 @@ async def test_what_comes_of_being_given_up_is_no_failure(
     if (why, on_error) != ("given up", "raise"):
         assert run.metrics.samples_lost == {why: 1, **failed}
     assert not any(isinstance(error, ProcessLookupError) for error in run.errors)
-    assert len(begun) == (2 if why == "given up" else 1)
+    assert len(begun) == (1 if why == "timeout" else 2)
 
 
 @pytest.mark.parametrize("how", ["as it is", "in a group", "as another"])
