@@ -10,9 +10,9 @@ from typing import Any, Self
 import msgspec
 
 from ..config import GatewayOptions
+from ..inference.chat_templates import template_shows_system, template_shows_tools
 from ..inference.client import Client
 from ..inference.prompts import load_tokenizer
-from ..inference.renderer import template_shows_system, template_shows_tools
 from ..inference.threads import in_thread
 from ..sessions.session import Session
 from .app import Endpoints

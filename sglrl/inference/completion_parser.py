@@ -11,7 +11,7 @@ from ..errors import InvalidRequest
 from .completion import Completion
 from .prompts import check_messages
 from .renderer import Renderer, find_renderer, fitting_renderer
-from .sampling import Prepared, SamplingCache
+from .sampling_cache import Prepared, SamplingCache
 from .threads import in_thread
 from .tokens import TokenizerBox
 from .tool_choice import ToolChoice

@@ -21,6 +21,7 @@ from ..config import install
 from ..errors import InvalidRequest
 from .call_arguments import is_finite, parameters_of, texts_only, tool_name, with_arguments
 from .call_style import CallStyle, call_style
+from .chat_templates import PROBES, TOOL, render_conversation, schemas, template_text
 from .message import AssistantMessage, ToolCall
 from .prompts import Message
 from .template_variables import read_arguments
@@ -32,33 +33,6 @@ TEMPLATE: Final = "template"
 """The name that stands for no renderer."""
 _SIGNS: Final = ("tool_call", "reasoning", "think")
 """A template without these words has nothing that a renderer would parse."""
-_TOOL: Final = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": {
-            "type": "object",
-            "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-            "required": ["a", "b"],
-        },
-    },
-}
-_CALL: Final = {
-    "id": "call_0",
-    "type": "function",
-    "function": {"name": "add", "arguments": {"a": 1, "b": 2}},
-}
-_PROBES: Final[tuple[list[dict[str, Any]], ...]] = (
-    [{"role": "user", "content": "What is 1 + 2?"}],
-    [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 1 + 2?"}],
-    [
-        {"role": "user", "content": "What is 1 + 2?"},
-        {"role": "assistant", "content": "", "reasoning_content": "Hm.", "tool_calls": [_CALL]},
-        {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": "3"},
-    ],
-)
-"""The right renderer turns these conversations into the same tokens as the chat template."""
 _ERRORS: Final = {
     "invalid_json": "its arguments are not JSON",
     "unclosed_block": "it has no end",
@@ -157,8 +131,8 @@ class Renderer:
     def begins_turn(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends where the assistant's turn begins, not within it."""
         try:
-            ask = self._renderer.render_ids(_PROBES[0])
-            whole = self._renderer.render_ids(_PROBES[0], add_generation_prompt=True)
+            ask = self._renderer.render_ids(PROBES[0])
+            whole = self._renderer.render_ids(PROBES[0], add_generation_prompt=True)
         except Exception as error:
             logger.info("the renderer %r cannot write a prompt: %s", self.name, error)
             return False
@@ -173,7 +147,7 @@ class Renderer:
         """
         tokens = self.added_tokens
         try:
-            ids = self._renderer.render_ids(_PROBES[0], add_generation_prompt=True)[::-1]
+            ids = self._renderer.render_ids(PROBES[0], add_generation_prompt=True)[::-1]
         except Exception as error:
             logger.info("the renderer %r cannot write a prompt: %s", self.name, error)
             return False
@@ -193,16 +167,16 @@ class Renderer:
         Returns:
             Without the thought if the model does not think. None if the format has no such turn.
         """
-        ask, answer = _PROBES[2][:1], _PROBES[2][1]
+        ask, answer = PROBES[2][:1], PROBES[2][1]
         ends = set(self.end_tokens)
         function = {"name": "add", "arguments": arguments or {"a": 1, "b": 2}}
         call = {"type": "function", "function": function}
         several = [{**call, "id": f"call_{number}"} for number in range(calls)]
         try:
-            begin = self._renderer.render_ids(ask, tools=[_TOOL], add_generation_prompt=True)
+            begin = self._renderer.render_ids(ask, tools=[TOOL], add_generation_prompt=True)
             for thought in ({}, {"reasoning_content": None}):
                 turn = {**answer, **thought, "tool_calls": several}
-                ids = self._renderer.render_ids([*ask, turn], tools=[_TOOL])
+                ids = self._renderer.render_ids([*ask, turn], tools=[TOOL])
                 if ids[: len(begin)] == begin:
                     said = takewhile(lambda token: token not in ends, ids[len(begin) :])
                     return self._box.decode(list(said), False)
@@ -375,7 +349,7 @@ def find_renderer(
         InvalidRequest: there is no renderer of this name, it does not fit the tokenizer, or the
             package is not installed.
     """
-    options = read_arguments(_template_text(box, template), template)
+    options = read_arguments(template_text(box, template), template)
     options = {k: v for k, v in options.items() if k not in ("tools", "continue_final_message")}
     known = _known.setdefault(box, {})
     key = repr((name, options))
@@ -411,14 +385,10 @@ def fitting_renderer(
     return None
 
 
-def _template_text(box: TokenizerBox, template: Mapping[str, Any]) -> str:
-    return str(template.get("chat_template") or getattr(box.tokenizer, "chat_template", None) or "")
-
-
 def _search(name: str | None, box: TokenizerBox, template: Mapping[str, Any]) -> Renderer | None:
     if name == TEMPLATE:
         return None
-    text = _template_text(box, template)
+    text = template_text(box, template)
     if name is None and not any(sign in text for sign in _SIGNS):
         return None
     try:
@@ -442,7 +412,7 @@ def _search(name: str | None, box: TokenizerBox, template: Mapping[str, Any]) ->
             found = _made(candidate, box, template)
         except InvalidRequest:
             continue
-        if all(_agrees(found, box, template, probe) for probe in _PROBES):
+        if all(_agrees(found, box, template, probe) for probe in PROBES):
             logger.info("%s has the renderer %r", model, candidate)
             return found
     return None
@@ -465,75 +435,13 @@ def _made(name: str, box: TokenizerBox, template: Mapping[str, Any]) -> Renderer
     return Renderer(name, made, box, None)
 
 
-def template_shows_tools(box: TokenizerBox) -> bool:
-    """Return whether the chat template writes tools into prompts."""
-    try:
-        without = render_conversation(box, _PROBES[0], {})
-    except InvalidRequest:
-        return False
-    try:
-        return render_conversation(box, _PROBES[0], {"tools": [_TOOL]}) != without
-    except InvalidRequest:
-        return True
-
-
-def template_shows_system(box: TokenizerBox) -> bool:
-    """Return whether the chat template writes system messages that are not the first message."""
-    first, ask = {"role": "system", "content": "Be brief."}, _PROBES[0][0]
-    later = {"role": "system", "content": "Be exact."}
-    for messages in ([first, ask, later], [ask, later], [first, later, ask]):
-        try:
-            if later["content"] not in render_conversation(box, messages, {}):
-                return False
-        except InvalidRequest:
-            return False
-    return True
-
-
-def schemas(tools: Sequence[Any]) -> list[Any]:
-    """Return the schema of each tool. That of a function is made of its hints and docstring."""
-    if any(callable(tool) for tool in tools):
-        from transformers.utils import get_json_schema
-
-        return [get_json_schema(tool) if callable(tool) else tool for tool in tools]
-    return list(tools)
-
-
 def _agrees(
     found: Renderer, box: TokenizerBox, template: Mapping[str, Any], messages: list[dict[str, Any]]
 ) -> bool:
     """Return whether a renderer and the template make the same tokens of a conversation."""
     try:
-        text = render_conversation(box, messages, {**template, "tools": [_TOOL]})
+        text = render_conversation(box, messages, {**template, "tools": [TOOL]})
         (expected,) = box.encode_rendered([text])
     except InvalidRequest:
         return False
-    return not found.with_tools([_TOOL]).difference(messages, expected)
-
-
-def render_conversation(
-    box: TokenizerBox, messages: Sequence[Message], template: Mapping[str, Any]
-) -> str:
-    """Return what the chat template makes of a conversation, up to the assistant's turn.
-
-    The arguments of calls are objects. Some templates, such as DeepSeek's, accept only their JSON.
-
-    Raises:
-        InvalidRequest: the template rejects the messages.
-    """
-    try:
-        return box.render(messages, template)
-    except InvalidRequest:
-        if not any(message.get("tool_calls") for message in messages):
-            raise
-        return box.render([_with_json(message) for message in messages], template)
-
-
-def _with_json(message: Message) -> Message:
-    calls = []
-    for call in message.get("tool_calls") or ():
-        function = dict(call["function"])
-        if not isinstance(function.get("arguments"), str):
-            function["arguments"] = json.dumps(function.get("arguments"), ensure_ascii=False)
-        calls.append({**call, "function": function})
-    return {**message, "tool_calls": calls} if calls else message
+    return not found.with_tools([TOOL]).difference(messages, expected)

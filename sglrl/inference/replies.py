@@ -31,7 +31,7 @@ from .completion import (
     VersionSpan,
 )
 from .routed_experts import RoutedRows
-from .sampling import Prepared
+from .sampling_cache import Prepared
 from .sampling_mask import is_whole
 
 _decode_chunk = msgspec.msgpack.Decoder(TokenChunk).decode

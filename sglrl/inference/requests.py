@@ -24,7 +24,8 @@ from .number_checks import most_top_logprobs
 from .prompts import encode_prompts
 from .replies import ChunkReply, GenerationReply, NextTokenReply, OnChunk, ScoreReply
 from .routed_experts import RoutedRows
-from .sampling import DEFAULT_MAX_NEW_TOKENS, Prepared, SamplingCache
+from .sampling import DEFAULT_MAX_NEW_TOKENS
+from .sampling_cache import Prepared, SamplingCache
 from .tokens import TokenizerBox
 
 _BESIDE_IDS: Final = 256

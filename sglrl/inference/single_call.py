@@ -9,7 +9,7 @@ import re
 
 from ..errors import InvalidRequest
 from .renderer import Renderer
-from .sampling import Prepared, SamplingCache
+from .sampling_cache import Prepared, SamplingCache
 from .threads import in_thread
 
 

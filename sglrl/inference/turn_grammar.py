@@ -16,7 +16,8 @@ from ..errors import InvalidRequest
 from .engine_grammar import newer_tag
 from .formats import Format, literal, optional, sequence
 from .renderer import Renderer
-from .sampling import Prepared, SamplingCache, SamplingParams
+from .sampling import SamplingParams
+from .sampling_cache import Prepared, SamplingCache
 from .thought import Thought, thought_after
 from .threads import in_thread
 from .tool_choice import ToolChoice, calls_are_marked, calls_format

@@ -21,7 +21,7 @@ from ..inference.message import ToolCall
 from ..inference.options import SamplingOptions
 from ..inference.prompts import Message, check_conversation, load_tokenizer
 from ..inference.replies import OnChunk
-from ..inference.sampling import Prepared
+from ..inference.sampling_cache import Prepared
 from ..inference.threads import in_thread
 from ..inference.tokens import TokenIds
 from ..inference.tool_choice import ToolChoice

@@ -13,6 +13,7 @@ import numpy as np
 from ..config import check_target, check_timeout
 from ..driver.port import PoolPort
 from ..errors import InvalidRequest
+from ..inference.chat_templates import render_conversation, schemas
 from ..inference.prompts import (
     Message,
     as_messages,
@@ -20,15 +21,10 @@ from ..inference.prompts import (
     load_tokenizer,
     template_arguments,
 )
-from ..inference.renderer import (
-    Renderer,
-    find_renderer,
-    fitting_renderer,
-    render_conversation,
-    schemas,
-)
+from ..inference.renderer import Renderer, find_renderer, fitting_renderer
 from ..inference.requests import Requests
-from ..inference.sampling import Prepared, SamplingParams, own_names
+from ..inference.sampling import SamplingParams, own_names
+from ..inference.sampling_cache import Prepared
 from ..inference.single_call import stop_after_call
 from ..inference.threads import in_thread
 from ..inference.tokens import TokenIds, check_ids

@@ -11,7 +11,8 @@ from ..core.prefixes import Route
 from ..errors import Closed, InvalidRequest, UsageError
 from ..inference.completion import Completion
 from ..inference.replies import OnChunk
-from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS, Prepared
+from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS
+from ..inference.sampling_cache import Prepared
 from .gate import Gate, TimeLimit
 from .session_spec import SessionSpec
 from .shared import Shared

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from sglrl.errors import InvalidRequest
-from sglrl.inference.sampling import SamplingCache, SamplingParams
+from sglrl.inference.sampling import SamplingParams
+from sglrl.inference.sampling_cache import SamplingCache
 from sglrl.wire.engine import Sampling
 
 NAME = "my_package.processors:Penalty"

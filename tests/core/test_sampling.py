@@ -16,14 +16,8 @@ from hypothesis import strategies as st
 
 from sglrl.errors import InvalidRequest
 from sglrl.inference.options import SamplingOptions
-from sglrl.inference.sampling import (
-    ALIASES,
-    MOST_BIAS,
-    TOP_K_ALL,
-    Prepared,
-    SamplingCache,
-    SamplingParams,
-)
+from sglrl.inference.sampling import ALIASES, MOST_BIAS, TOP_K_ALL, SamplingParams
+from sglrl.inference.sampling_cache import Prepared, SamplingCache
 from sglrl.wire.engine import Sampling
 
 NAN, INF = math.nan, math.inf

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from processes import strike
 
 import sglrl
-from sglrl.inference.sampling import SamplingCache, SamplingParams
+from sglrl.inference.sampling import SamplingParams
+from sglrl.inference.sampling_cache import SamplingCache
 
 from .reference import Reference
 

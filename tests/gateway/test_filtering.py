@@ -13,7 +13,7 @@ import sglrl
 from sglrl import GatewayOptions, InvalidRequest, UsageError
 from sglrl.gateway.dialect import TurnRequest
 from sglrl.gateway.filtering import Filtering
-from sglrl.inference.renderer import template_shows_system
+from sglrl.inference.chat_templates import template_shows_system
 from sglrl.inference.tokens import TokenizerBox
 
 

@@ -14,7 +14,8 @@ import sglrl
 from sglrl.core.calls import Call
 from sglrl.errors import ProtocolError
 from sglrl.inference.replies import GenerationReply
-from sglrl.inference.sampling import Prepared, SamplingParams
+from sglrl.inference.sampling import SamplingParams
+from sglrl.inference.sampling_cache import Prepared
 from sglrl.wire.calls import Item, ItemKind
 from sglrl.wire.codec import encode
 from sglrl.wire.engine import TokenChunk

@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import sglrl
-from sglrl.inference.renderer import find_renderer, render_conversation
+from sglrl.inference.chat_templates import render_conversation
+from sglrl.inference.renderer import find_renderer
 from sglrl.inference.tokens import TokenizerBox
 from sglrl.sessions.observations import Dialogue, encode_observations, parsed
 

@@ -11,7 +11,8 @@ import jsonschema
 import pytest
 
 import sglrl
-from sglrl.inference.renderer import Renderer, find_renderer, render_conversation
+from sglrl.inference.chat_templates import render_conversation
+from sglrl.inference.renderer import Renderer, find_renderer
 from sglrl.inference.sampling import SamplingParams
 from sglrl.inference.tokens import TokenizerBox
 from sglrl.inference.turn_grammar import turn_format
