@@ -44,6 +44,7 @@ class Rank:
             ),
             tp_worker=SimpleNamespace(model_runner=SimpleNamespace(sglrl_pages=None)),
             sglrl_version=1,
+            sglrl_weight_changes=1,
             sglrl_new_keys=lambda: None,
             sglrl_filled=lambda: None,
         )

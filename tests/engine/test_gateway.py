@@ -255,6 +255,8 @@ async def test_text_arrives_before_the_end(client: sglrl.Client) -> None:
         agent = openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="x")
         values: Any = {"model": "policy", "messages": ASK, "temperature": 0, "max_tokens": 40}
         whole = await agent.chat.completions.create(**values)
+    # In the same session, the same request would have another seed.
+    async with gateway.session() as session, agent_of(session) as agent:
         parts = [
             chunk.choices[0].delta.content
             async for chunk in await agent.chat.completions.create(stream=True, **values)
@@ -283,6 +285,8 @@ async def test_reasoning_arrives_before_the_calls(gateway: Gateway, pool: sglrl.
             part: "".join(chunk.get(part, "") for chunk in chunks)
             for part in ("reasoning_content", "content")
         }
+    # In the same session, the same request would have another seed.
+    async with gateway.session() as session, agent_of(session) as agent:
         answer = await agent.chat.completions.create(**values)
     said = answer.choices[0].message.model_dump()
     assert joined["reasoning_content"] == said["reasoning_content"].strip()

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from sglrl.actors.actor import Actor, endpoint, endpoints_of
-from sglrl.actors.handles import StreamCaller, UnaryCaller
+from sglrl.actors.handles import StreamCaller, Target, UnaryCaller
 from sglrl.core.driver_listener import DriverListener
 from sglrl.driver.driver import Driver
 from sglrl.errors import ProtocolError
@@ -113,7 +113,8 @@ async def test_raw_frames_that_do_not_add_up(pool: Pool, counts: tuple[int, int]
     """The message has two frames. It is dropped whole if its items declare another number."""
     specs = endpoints_of(Source)
     tasks = [
-        asyncio.ensure_future(UnaryCaller(pool.driver, specs["data"], pool.bad)()) for _ in range(2)
+        asyncio.ensure_future(UnaryCaller(pool.driver, specs["data"], Target(pool.bad))())
+        for _ in range(2)
     ]
     first, second = await held(pool, 2)
     before = pool.driver.dropped
@@ -137,7 +138,8 @@ async def test_a_frame_that_is_promised_and_missing(pool: Pool) -> None:
     """Another message, which has all its frames, arrives before."""
     specs = endpoints_of(Source)
     tasks = [
-        asyncio.ensure_future(UnaryCaller(pool.driver, specs["data"], pool.bad)()) for _ in range(2)
+        asyncio.ensure_future(UnaryCaller(pool.driver, specs["data"], Target(pool.bad))())
+        for _ in range(2)
     ]
     first, second = await held(pool, 2)
     say(pool, Item(first, ItemKind.DONE, encode(0), 1), frames=(b"good",))
@@ -148,7 +150,7 @@ async def test_a_frame_that_is_promised_and_missing(pool: Pool) -> None:
 
 
 async def test_a_stream_that_was_malformed_takes_no_more(pool: Pool) -> None:
-    stream = StreamCaller(pool.driver, endpoints_of(Source)["parts"], pool.bad)()
+    stream = StreamCaller(pool.driver, endpoints_of(Source)["parts"], Target(pool.bad))()
     task = asyncio.ensure_future(anext(stream))
     (id_,) = await held(pool, 1)
     say(pool, Item(id_, ItemKind.CHUNK, encode("no frame")))

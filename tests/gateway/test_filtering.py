@@ -106,6 +106,6 @@ async def test_a_rollout_has_the_options(processes: int | None) -> None:
         (trajectory,) = group.trajectories
         assert trajectory.reward == 200.0, trajectory.metadata
         # Each request is an error, so there is no turn.
-        with pytest.raises(UsageError, match="no turn was sampled"):
+        with pytest.raises(UsageError, match="before a turn was sampled"):
             async with sglrl.rollout(client, agent, [0], gateway=True, **options) as run:
                 assert not [group async for group in run]

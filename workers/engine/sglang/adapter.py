@@ -260,11 +260,11 @@ class Adapter(RequestTable):
         incoming, self.incoming = self.incoming, []
         if self.draining:
             incoming = self.draining.ordered(incoming)
-        version = str(self.scheduler.sglrl_version)
+        weights = str(self.scheduler.sglrl_weight_changes)
         for request in incoming:
             if isinstance(request, TokenizedGenerateReqInput):
-                # KV computed under one policy version is never reused under another.
-                request.extra_key = version + self.lora.cache_key(request.lora_id)
+                # KV computed with one state of the weights is never reused with another.
+                request.extra_key = weights + self.lora.cache_key(request.lora_id)
         if self.mailbox.stopped:
             incoming.append(ShutdownReq())
         return incoming

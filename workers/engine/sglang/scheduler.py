@@ -107,6 +107,8 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self.sglrl_queries: Queries | None = None
         """Answers next-token queries; None if this acceleration is off."""
         self.sglrl_version = 0
+        self.sglrl_weight_changes = 0
+        """The number of changes of the weights. Two changes may have the same version."""
         self.sglrl_adapters: Any = None
         """The ``lora.Adapters`` of this rank; None if the engine takes no adapters."""
         self.sglrl_step_seconds = 0.0
@@ -280,12 +282,12 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         return {request.lora_id for request in requests if not request.finished()}
 
     def sglrl_new_keys(self) -> None:
-        """Give requests that wait for their prefill the keys of the current versions.
+        """Give requests that wait for their prefill the keys of the current weights and adapters.
 
-        They then find no KV of older versions.
+        They then find no KV of older ones.
         """
         for request in (*self.waiting_queue, *self.grammar_manager.grammar_queue):
-            request.extra_key = str(self.sglrl_version)
+            request.extra_key = str(self.sglrl_weight_changes)
             if request.lora_id is not None:
                 request.extra_key += self.sglrl_adapters.cache_key(request.lora_id)
                 # SGLang adds this to the keys of new requests.

@@ -330,6 +330,7 @@ class SglangWeights:
     def _switch(self, version: int) -> None:
         """Use a version from the next step on."""
         self._scheduler.sglrl_version = version
+        self._scheduler.sglrl_weight_changes += 1
         self._scheduler.sglrl_new_keys()
         self._scheduler.sglrl_filled()
 
