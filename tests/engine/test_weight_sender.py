@@ -94,7 +94,7 @@ async def test_senders_are_refused_as_the_client_is(lab: Lab, models: Path) -> N
         with pytest.raises(sglrl.UsageError, match="register_model"):
             await sender.update()
         with pytest.raises(sglrl.InvalidWeights, match="unknown: nonsense"):
-            await sender.update({**weights, "nonsense": weights["lm_head.weight"]})
+            await sender.update({**weights, "nonsense": weights["lm_head.weight"].clone()})
         with pytest.raises(sglrl.InvalidWeights, match="missing"):
             await sender.update(list(weights.items())[1:])
         with pytest.raises(sglrl.UsageError, match="not int"):
