@@ -96,7 +96,8 @@ class Orders(RuleBasedStateMachine):
 
     @rule(inflight=st.sampled_from(KINDS))
     def update(self, inflight: str) -> None:
-        queued = any(isinstance(one, SleepCommand) for one in self.draining.commands._commands)
+        before = [*self.draining.commands._commands, self.draining.waiting]
+        queued = any(isinstance(one, SleepCommand) for one in before)
         if inflight == "drain" and (self.asleep or queued):
             # No request would finish, so the update would wait until its drain_timeout.
             return
