@@ -255,8 +255,6 @@ async def test_text_arrives_before_the_end(client: sglrl.Client) -> None:
         agent = openai.AsyncOpenAI(base_url=gateway.url + "/v1", api_key="x")
         values: Any = {"model": "policy", "messages": ASK, "temperature": 0, "max_tokens": 40}
         whole = await agent.chat.completions.create(**values)
-    # In the same session, the same request would have another seed.
-    async with gateway.session() as session, agent_of(session) as agent:
         parts = [
             chunk.choices[0].delta.content
             async for chunk in await agent.chat.completions.create(stream=True, **values)
@@ -307,6 +305,8 @@ async def test_logprobs_and_usage_of_a_stream(gateway: Gateway, pool: sglrl.Clie
     values |= {"extra_body": {"regex": pattern}, "logprobs": True, "top_logprobs": 3}
     async with gateway.session() as session, agent_of(session) as agent:
         whole = await agent.chat.completions.create(**values)
+    # In the same session, the same request would have another seed.
+    async with gateway.session() as session, agent_of(session) as agent:
         parts = [
             part
             async for part in await agent.chat.completions.create(
