@@ -18,6 +18,8 @@ class Proxy:
         self.address = ""
         self.count = 0
         """Number of connections so far."""
+        self.beginnings: dict[int, bytes] = {}
+        """The first bytes that were sent to the target on each connection."""
         self._open: dict[int, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -42,17 +44,25 @@ class Proxy:
         there = await asyncio.open_connection(host, int(port))
         is_open = self._open[self.count] = asyncio.Event()
         is_open.set()
-        self.count += 1
-        for source, sink in ((reader, there[1]), (there[0], writer)):
-            task = asyncio.create_task(self._forward(source, sink, is_open))
+        number, self.count = self.count, self.count + 1
+        self.beginnings[number] = b""
+        for source, sink, seen in ((reader, there[1], number), (there[0], writer, None)):
+            task = asyncio.create_task(self._forward(source, sink, is_open, seen))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _forward(
-        self, source: asyncio.StreamReader, sink: asyncio.StreamWriter, is_open: asyncio.Event
+        self,
+        source: asyncio.StreamReader,
+        sink: asyncio.StreamWriter,
+        is_open: asyncio.Event,
+        seen: int | None,
     ) -> None:
+        """Forward one direction. ``seen``: the number of the connection, for ``beginnings``."""
         try:
             while data := await source.read(1 << 16):
+                if seen is not None and len(self.beginnings[seen]) < 1 << 10:
+                    self.beginnings[seen] += data
                 await is_open.wait()
                 sink.write(data)
                 await sink.drain()

@@ -127,8 +127,22 @@ async def test_a_worker_whose_connection_is_silent(monkeypatch: pytest.MonkeyPat
 
         monkeypatch.setattr(pool_module, "ZmqRouter", router)
         async with sglrl.launch("fake", **POOL) as client:
-            assert proxy.count == 2
-            await go_on_elsewhere(client, silence=lambda: proxy.silence(0))
+            # Each worker has one connection for calls and one for weights.
+            identity = client._pool._supervisor.workers[0].identity
+
+            def own() -> list[int]:
+                return [n for n, sent in proxy.beginnings.items() if identity in sent]
+
+            async with asyncio.timeout(300):
+                # No event reports that the bytes have passed the proxy.
+                while len(own()) < 2:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+            def silence() -> None:
+                for number in own():
+                    proxy.silence(number)
+
+            await go_on_elsewhere(client, silence=silence)
 
 
 async def test_a_worker_that_is_stopped() -> None:
