@@ -93,12 +93,13 @@ class Sampler:
 
     def _grammar(self, request: TurnRequest, prompt: list[int]) -> Any:
         params, choice = from_kwargs(dict(request.sampling)), request.tool_choice
-        if not params.grammars and choice == "auto":
+        if not params.grammars and choice in ("auto", None):
             return None
         template = {**(request.chat_template_kwargs or {}), "tools": list(request.tools or ())}
         renderer = find_renderer(None, self._box, template)
         assert renderer is not None
-        form = turn_format(renderer, prompt, choice, params)
+        # A prompt that is text or tokens has no tool choice, and its grammar begins at once.
+        form = None if choice is None else turn_format(renderer, prompt, choice, params)
         if form is not None:
             name, given = "structural_tag", json.dumps({"type": "structural_tag", "format": form})
         else:
