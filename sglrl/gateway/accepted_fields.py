@@ -192,5 +192,5 @@ TOKENIZE_FIELDS: Final = Fields(instead={"text": "prompt"})
 
 
 def without_effect(*names: str) -> Fields:
-    """Return fields of which every value is harmless."""
+    """Return a table that accepts any value of these fields."""
     return Fields(_any(*names))

@@ -198,7 +198,7 @@ def _known_message(message: Message) -> Message:
     calls = message.get("tool_calls")
     said = message.get("role") == "assistant"
     if message.get("content") is None and not calls and ("content" in message or said):
-        # Null, which libraries also leave out of an answer, is no text.
+        # Libraries send null for an answer without text.
         return {**message, "content": ""}
     if not isinstance(calls, list) or not any(map(_is_custom, calls)):
         return message

@@ -79,7 +79,7 @@ class Filtering:
 
 
 def _one_system(messages: Sequence[Mapping[str, Any]], merges: bool) -> list[Message]:
-    """Return messages of which only the first may be a system message.
+    """Return the messages with at most one system message, which is the first.
 
     Args:
         merges: join all system messages. False: only those at the beginning.

@@ -100,7 +100,7 @@ def _read(item: Mapping[str, Any], name: str) -> tuple[str, str, Any]:
 
 
 def _text_of(item: Mapping[str, Any], key: str, name: str) -> str:
-    """Return text, or the joined texts of a list of parts. Null is no text."""
+    """Return a text, or the joined texts of a list of parts. Return "" for null."""
     if key not in item:
         raise InvalidRequest(f"{name}.{key} is missing: give text or a list of parts")
     content, name = item[key], f"{name}.{key}"

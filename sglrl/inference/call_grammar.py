@@ -55,7 +55,7 @@ class _Tagged:
         self._excluded = list(dict.fromkeys([*tags, *markers]))
         heads = [(ord(text[0]), ord(text[0])) for text in self._excluded]
         self._plain = complement(heads)
-        """Characters of which no excluded text begins."""
+        """The characters that begin none of the excluded texts."""
         self._forms = Forms(root)
 
     def arguments(self, schema: Any) -> Format:

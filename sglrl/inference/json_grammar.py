@@ -39,7 +39,7 @@ _ESCAPED: Final = f'["\\\\/bfnrt] | {_UNICODE}'
 _FOLLOWS: Final = "(= [ \\n\\t]* [,}\\]:])"
 """What may follow a string within JSON."""
 _LONGEST: Final = 64
-"""Longest text of which each character may be an escape. XGrammar compiles each of them."""
+"""Maximum length of a text with JSON escapes. XGrammar compiles a rule for each character."""
 _PLAIN: Final[Chars] = complement([(0, 31), (34, 34), (92, 92)])
 """Characters that a JSON string holds as they are."""
 _SHORT: Final = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
@@ -98,7 +98,7 @@ class JsonGrammar:
         self._raw = intersection(_PLAIN, complement([(head, head) for head in self._heads]))
         """Characters that strings hold as they are wherever they are."""
         self._any = ""
-        """The rule of any text and the quote behind it, once it is needed."""
+        """The rule for any text and its closing quote. It is made at its first use."""
 
     def text(self, root: str) -> str:
         """Return the grammar of an expression."""
@@ -207,7 +207,7 @@ class JsonGrammar:
         return f'"\\"" {self._any_text()}' if body is None else f'"\\"" {body} "\\""'
 
     def _counted(self, low: int, high: int | None) -> str:
-        """Return the rule of text of some length, and the quote behind it."""
+        """Return a rule for a text of limited length and its closing quote."""
         after = self._any_text() if high is None else self._text_rule('"\\""')
         for at in reversed(range(low if high is None else high)):
             end = '"\\"" | ' if at >= low else ""
@@ -224,7 +224,7 @@ class JsonGrammar:
         return "escape"
 
     def _any_text(self) -> str:
-        """Return the rule of any text, and the quote behind it."""
+        """Return the rule for any text and its closing quote."""
         if self._any:
             return self._any
         self._any = name = self.rule("")

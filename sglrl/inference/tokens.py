@@ -180,7 +180,7 @@ class TokenizerBox:
         """Whether the engine is the fake engine. Its model may be a name without a tokenizer."""
         self._tokenizer: Any = None
         self._roles: dict[Any, Roles] = {}
-        """By the chat template that is given; None: the model's own."""
+        """The entries by chat template. The key None stands for the model's own template."""
         self._lock = threading.Lock()
         self._waiting: list[Callable[[Exception | None], None]] = []
         """Called when the thread that loads the tokenizer ends."""

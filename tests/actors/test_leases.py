@@ -59,7 +59,7 @@ async def test_a_process_that_died_has_no_successor(worlds: sglrl.ActorHandle, h
 @pytest.mark.parametrize("how", ["lease", "index"])
 @pytest.mark.parametrize("name", ["enter", "enter_again", "trickle", "trickle_again"])
 async def test_calls_in_flight_are_not_repeated(how: str, name: str) -> None:
-    """Without a lease, idempotent calls run again on the replacement."""
+    """Idempotent calls that are made without a lease run again on the replacement."""
     async with sglrl.spawn(Gate) as gates:
         lease: Any = gates.lease() if how == "lease" else nullcontext(gates[0])
         async with lease as gate:

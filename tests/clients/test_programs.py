@@ -78,7 +78,7 @@ def codex(url: str, key: str, home: Path, model: str = "any") -> tuple[list[str]
 
 
 def codex_with_patches(url: str, key: str, home: Path) -> tuple[list[str], dict[str, str]]:
-    """Of a model of OpenAI's, Codex knows that it takes a custom tool."""
+    """Codex gives custom tools to the models of OpenAI that it knows."""
     return codex(url, key, home, "gpt-5.5")
 
 

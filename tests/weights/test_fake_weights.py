@@ -173,7 +173,7 @@ async def test_other_ways_to_send(client: sglrl.Client, tmp_path: Path) -> None:
 
 
 async def test_replacements_get_the_weights() -> None:
-    """From the other worker, and from the memory of the host."""
+    """A replacement gets its weights from the other worker, or from the memory of its host."""
     live = model()
     async with sglrl.launch("fake", engine="fake", replicas=2, keep_weights="host") as client:
         version = (await client.update_weights(live)).version

@@ -43,7 +43,7 @@ class FakeAdapters:
         match args:
             case LoraPrepare():
                 if self._failing is not None:
-                    # Of several workers, only the one that removes the file fails.
+                    # Several workers look for the file. Only the worker that removes it fails.
                     with contextlib.suppress(FileNotFoundError):
                         self._failing.unlink()
                         raise InvalidAdapter("the adapter does not fit this worker")
