@@ -99,7 +99,7 @@ async def test_the_fake_engine_has_no_logit_processors(monkeypatch: pytest.Monke
     with pytest.raises(sglrl.UsageError, match=r"engine='fake' has no logits"):
         sglrl.launch("fake", engine="fake", logit_processors=["a:B"])
     async with sglrl.launch("fake", engine="fake") as client:
-        monkeypatch.setattr("sglrl.inference.sampling.check_declared", lambda name, declared: None)
+        monkeypatch.setattr("sglrl.inference.sampling_cache.check_declared", lambda name, declared: None)
         with pytest.raises(sglrl.InvalidRequest, match="no logit processor 'a:B'"):
             await client.generate(input_ids=[1], max_new_tokens=1, logit_processor="a:B")
 
