@@ -315,6 +315,9 @@ class _MemoryPool:
     async def enter(self) -> None:
         await self._all_ready.wait()
 
+    def expel(self, index: int, reason: str) -> None:
+        raise AssertionError(f"worker {index}: {reason}")
+
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
         self.driver.close()
         self.driver.transport.close()
@@ -326,25 +329,13 @@ def _memory(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
 
 async def _memory_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     """Measure client and driver with ``workers`` echoes in the same process and event loop."""
-    from sglrl.inference.adapters import PoolAdapters
-    from sglrl.inference.client import Client
-    from sglrl.inference.engine_controls import PoolPausing
-    from sglrl.inference.sleeping import PoolSleeping
-    from sglrl.weights.local_sender import LocalSender
+    from sglrl.client.client import Client
+    from sglrl.control.pool_control import PoolControl
 
     prompts = Prompts()
     pool: Any = _MemoryPool(options["workers"], tuple(options["routing"]))
     rates: dict[str, Any] = {}
-    sender = LocalSender(pool.weights)
-    async with Client(
-        pool,
-        model="echo",
-        timeout=None,
-        sender=sender,
-        pausing=PoolPausing(pool),
-        sleeping=PoolSleeping(pool),
-        adapters=PoolAdapters(pool, lambda worker, reason: None),
-    ) as client:
+    async with Client(pool, PoolControl(pool), model="echo", timeout=None) as client:
         generate = client.generate
         for level in options["levels"]:
             note(f"{level} in flight")

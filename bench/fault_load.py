@@ -175,7 +175,7 @@ class Load:
         The client's public interface does not show which worker holds a call, so this reads the
         driver's tables.
         """
-        member = self.client._pool.driver.fabric.members[strike.worker]
+        member = self.client.pool.driver.fabric.members[strike.worker]
         for call in member.calls.values():
             if call.state in (SENT, RUNNING):
                 strike.held += 1
@@ -189,7 +189,7 @@ class Load:
         A call that has lost ``max_attempts`` workers in a row is given up, because it may be what
         kills them. On a busy machine, a call can be struck that often before its first token.
         """
-        fabric = self.client._pool.driver.fabric
+        fabric = self.client.pool.driver.fabric
         most = fabric.config.max_attempts - 1
         return all(call.losses < most for call in fabric.members[worker].calls.values())
 

@@ -104,7 +104,7 @@ async def _notes(load: Load, striker: Striker, note: Note) -> None:
 async def _troubles(client: sglrl.Client, load: Load) -> list[str]:
     """Describe everything that is wrong in a pool that should be idle."""
     found = []
-    driver = client._pool.driver
+    driver = client.pool.driver
     validate(driver.fabric)
     if driver.fabric.calls:
         found.append(f"{len(driver.fabric.calls)} calls are left in the driver's tables")

@@ -64,7 +64,7 @@ async def measure(
                         notes.cancel()
                         load.stop()
                     await calls
-                driver = client._pool.driver
+                driver = client.pool.driver
                 validate(driver.fabric)
                 if driver.fabric.calls:
                     troubles.append(f"{len(driver.fabric.calls)} calls are left in the tables")

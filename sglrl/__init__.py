@@ -23,7 +23,9 @@ if TYPE_CHECKING:
     from .api.blocking_rollout import BlockingRollout
     from .api.launching import launch
     from .api.running import run
+    from .client.client import Client
     from .config import GatewayOptions
+    from .control.engines import WorkerStats
     from .driver.worker_info import QueueInfo, WorkerInfo
     from .errors import (
         Closed,
@@ -55,9 +57,7 @@ if TYPE_CHECKING:
     )
     from .gateway.serving import Gateway, GatewaySession, serve
     from .hosts.hosts import HostInfo, Hosts
-    from .inference.adapters import LoraInfo
     from .inference.chunk import Chunk
-    from .inference.client import Client
     from .inference.completion import (
         Completion,
         NextTokenLogprobs,
@@ -67,7 +67,6 @@ if TYPE_CHECKING:
         TopLogprobs,
         VersionSpan,
     )
-    from .inference.engine_controls import WorkerStats
     from .inference.message import AssistantMessage, ToolCall
     from .inference.sampling import SamplingParams
     from .inference.sampling_mask import SamplingMask
@@ -80,6 +79,7 @@ if TYPE_CHECKING:
     from .sessions.session import Session
     from .sessions.trajectory import Trajectory
     from .sessions.turn import TrajectoryTiming, Turn
+    from .wire.adapters import LoraInfo
     from .wire.engine import EngineInfo, EngineStats
 
 _HOME = {
@@ -90,7 +90,7 @@ _HOME = {
     "BlockingRollout": "api.blocking_rollout",
     "BlockingSession": "api.blocking",
     "Chunk": "inference.chunk",
-    "Client": "inference.client",
+    "Client": "client.client",
     "Closed": "errors",
     "Completion": "inference.completion",
     "DeadlineExceeded": "errors",
@@ -107,7 +107,7 @@ _HOME = {
     "InvalidKeys": "errors",
     "InvalidRequest": "errors",
     "InvalidWeights": "errors",
-    "LoraInfo": "inference.adapters",
+    "LoraInfo": "wire.adapters",
     "MessageTooLarge": "errors",
     "ModelError": "errors",
     "NextTokenLogprobs": "inference.completion",
@@ -146,7 +146,7 @@ _HOME = {
     "WorkerInfo": "driver.worker_info",
     "WorkerLost": "errors",
     "WorkerStartError": "errors",
-    "WorkerStats": "inference.engine_controls",
+    "WorkerStats": "control.engines",
     "blocking": "api.blocking",
     "connect": "remote.client",
     "endpoint": "actors.actor",

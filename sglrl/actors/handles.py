@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Protocol
 
 from msgspec import Raw
 
@@ -13,6 +13,7 @@ from ..core.calls import Call
 from ..core.members import LOST, Member
 from ..driver.driver import ENVELOPE_BYTES, Driver
 from ..errors import Closed, MessageTooLarge, UnknownEndpoint, UsageError
+from ..wire.codec import Arguments, Result
 from .actor import EndpointSpec, deadline_from
 from .replies import StreamReply, UnaryReply
 
@@ -57,6 +58,23 @@ class Target:
         self.calls.clear()
 
 
+class Endpoint(Protocol):
+    """The schema and the policy of a call: an ``EndpointSpec``, or an operation on a pool."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def arguments(self) -> Arguments: ...
+    @property
+    def result(self) -> Result: ...
+    @property
+    def timeout(self) -> float | None: ...
+    @property
+    def idempotent(self) -> bool: ...
+    @property
+    def streaming(self) -> bool: ...
+
+
 class _Caller:
     """An endpoint bound to a handle and optionally to one process or to one worker."""
 
@@ -65,7 +83,7 @@ class _Caller:
     def __init__(
         self,
         driver: Driver,
-        spec: EndpointSpec,
+        spec: Endpoint,
         target: Target | None = None,
         worker: int | None = None,
     ) -> None:
@@ -78,9 +96,10 @@ class _Caller:
         at = "" if self._worker is None else f" of worker {self._worker}"
         return f"<{type(self).__name__} of endpoint {self._spec.name}{at}>"
 
-    def _call(self, reply: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _call(
+        self, reply: Any, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
+    ) -> Call:
         spec = self._spec
-        timeout = kwargs.pop("timeout", spec.timeout)
         body, frames = spec.arguments.encode(args, kwargs)
         limit = self._driver.max_message_bytes - ENVELOPE_BYTES
         largest = max(len(body), *map(len, frames)) if frames else len(body)
@@ -117,8 +136,15 @@ class UnaryCaller(_Caller):
     """``await handle.method(...)``. The keyword ``timeout`` sets the call's timeout in seconds."""
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        timeout = kwargs.pop("timeout", self._spec.timeout)
+        return await self.call(args, kwargs, timeout)
+
+    async def call(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
+    ) -> Any:
+        """Call the endpoint. ``kwargs`` may have an argument named ``timeout``."""
         future = asyncio.get_running_loop().create_future()
-        call = self._call(UnaryReply(future, self._spec.result), args, kwargs)
+        call = self._call(UnaryReply(future, self._spec.result), args, kwargs, timeout)
         self._submit(call)
         try:
             return await future
@@ -139,7 +165,8 @@ class StreamCaller(_Caller):
 
     def __call__(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
         reply = StreamReply(self._spec.result)
-        call = self._call(reply, args, kwargs)
+        timeout = kwargs.pop("timeout", self._spec.timeout)
+        call = self._call(reply, args, kwargs, timeout)
         return self._iterate(reply, call)
 
     async def _iterate(self, reply: StreamReply, call: Call) -> AsyncGenerator[Any, None]:

@@ -18,10 +18,10 @@ _T = TypeVar("_T")
 class _Client(Protocol):
     """What a rollout needs of ``BlockingClient``."""
 
-    _loop: Any
-    _runs: set[Rollout]
+    loop: Any
+    runs: set[Rollout]
 
-    def _wait(self, work: Coroutine[Any, Any, _T]) -> _T: ...
+    def wait(self, work: Coroutine[Any, Any, _T]) -> _T: ...
 
 
 class BlockingRollout:
@@ -37,24 +37,24 @@ class BlockingRollout:
 
     def __enter__(self) -> Self:
         self._begun = True
-        self._client._wait(self._enter())
+        self._client.wait(self._enter())
         return self
 
     async def _enter(self) -> None:
         await self._run.__aenter__()
-        self._client._runs.add(self._run)
+        self._client.runs.add(self._run)
 
     async def _close(self) -> None:
         await self._run.close()
-        self._client._runs.discard(self._run)
+        self._client.runs.discard(self._run)
 
     def __exit__(self, *exc: object) -> None:
         self.close()
 
     def close(self) -> None:
         """See ``Rollout.close``. Closing the client also closes its rollouts."""
-        if self._client._loop is not None:
-            self._client._wait(self._close())
+        if self._client.loop is not None:
+            self._client.wait(self._close())
 
     def __iter__(self) -> Iterator[Group]:
         if not self._begun:
@@ -76,25 +76,25 @@ class BlockingRollout:
 
     def take(self, n: int = 1, *, timeout: float | None = None) -> list[Group]:
         """See ``Rollout.take``."""
-        return self._client._wait(self._run.take(n, timeout=timeout))
+        return self._client.wait(self._run.take(n, timeout=timeout))
 
     def pause(self, *, timeout: float | None = None) -> None:
         """See ``Rollout.pause``."""
-        self._client._wait(self._run.pause(timeout=timeout))
+        self._client.wait(self._run.pause(timeout=timeout))
 
     def resume(self) -> None:
         """See ``Rollout.resume``."""
-        self._client._wait(plain(self._run.resume))
+        self._client.wait(plain(self._run.resume))
 
     def state_dict(self) -> dict[str, Any]:
         """See ``Rollout.state_dict``."""
-        return self._client._wait(plain(self._run.state_dict))
+        return self._client.wait(plain(self._run.state_dict))
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """See ``Rollout.save``."""
-        self._client._wait(plain(lambda: self._run.save(path)))
+        self._client.wait(plain(lambda: self._run.save(path)))
 
     @property
     def metrics(self) -> RolloutMetrics:
         """See ``Rollout.metrics``."""
-        return self._client._wait(plain(lambda: self._run.metrics))
+        return self._client.wait(plain(lambda: self._run.metrics))

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 import uvloop
 
-from ..inference.client import Client
+from ..client.client import Client
 from ..rollouts.run import Rollout
 
 logger = logging.getLogger("sglrl.blocking")
@@ -82,7 +82,7 @@ class ClientThread(threading.Thread):
     def end_unclosed(self) -> None:
         """Let the thread end, and warn if its client was never closed."""
         try:
-            self._client._pool.warn_unclosed()
+            self._client.pool.warn_unclosed()
         finally:
             self.end()
 

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from ..client.client import Client
 from ..config import (
     HEARTBEAT_TIMEOUT,
     FabricConfig,
@@ -25,20 +26,16 @@ from ..config import (
     strategies,
     visible_cuda_devices,
 )
+from ..control.pool_control import PoolControl
 from ..driver.launcher import Birth, Launcher, LocalLauncher
 from ..driver.pool import Pool
 from ..errors import NotEnoughDevices, UsageError
 from ..hosts.hosts import Hosts
 from ..hosts.launcher import HostLauncher
 from ..hosts.started import hosts_from
-from ..inference.adapters import PoolAdapters
-from ..inference.client import Client
-from ..inference.engine_controls import PoolPausing
-from ..inference.sleeping import PoolSleeping
 from ..remote.server import PoolServer
 from ..transport.addresses import check_address
 from ..transport.curve_keys import read_driver_keys
-from ..weights.local_sender import LocalSender
 from ..wire.processes import EngineSpec
 from .engine_arguments import (
     check_dtype,
@@ -349,14 +346,11 @@ def launch(
     )
     return Client(
         pool,
+        PoolControl(pool, adapters),
         model=path,
         tokenizer=tokenizer,
         trust_tokenizer=bool(engine_args.get("trust_remote_code")),
         timeout=timeout,
-        sender=LocalSender(pool.weights),
-        pausing=PoolPausing(pool),
-        sleeping=PoolSleeping(pool),
-        adapters=PoolAdapters(pool, pool.expel, adapters),
         weight_device=weight_device,
         serve=partial(PoolServer, pool),
         prepare=partial(_prepare, on_hub) if engine == "sglang" else None,

@@ -91,6 +91,11 @@ class Pool:
         return self._driver
 
     @property
+    def is_open(self) -> bool:
+        """Whether the pool has started, and is not closed."""
+        return self._driver is not None and not self._driver.fabric.closed
+
+    @property
     def workers(self) -> list[WorkerInfo]:
         found = []
         closed = self.driver.fabric.closed

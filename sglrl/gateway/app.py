@@ -20,8 +20,8 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount
 
+from ..client.client import Client
 from ..errors import InvalidRequest
-from ..inference.client import Client
 from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
 from ..wire.malformed import malformed
@@ -88,7 +88,7 @@ class Endpoints:
         self.running = RunningTurns(self._metrics)
         self._access = Access(registry, settings, self._metrics)
         self._weights = TrainedWeights(client, settings)
-        self._spec = SessionSpec(client)
+        self._spec = SessionSpec(client.requests)
         """Settings of turns that belong to no session."""
         route = self._access.route
         api = [
@@ -145,7 +145,7 @@ class Endpoints:
         self._access.session_of(request)
         base = self.settings.names[0]
         cards = [self._card(name) for name in self.settings.names]
-        cards += [self._card(base, name) for name in await self.client._adapters.all()]
+        cards += [self._card(base, lora.name) for lora in await self.client.list_loras()]
         return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
@@ -153,7 +153,7 @@ class Endpoints:
         base, adapter = split_model(request.path_params["model"], self.settings.names)
         self._check_model(base)
         if adapter:
-            loaded = await self.client._adapters.all()
+            loaded = [lora.name for lora in await self.client.list_loras()]
             if adapter not in loaded:
                 known = ", ".join(map(repr, loaded)) or "none"
                 what = f"no adapter {adapter!r} is loaded (loaded: {known})"

@@ -13,8 +13,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..client.client import Client
 from ..errors import InvalidRequest
-from ..inference.client import Client
 from ..version import __version__
 from ..wire.engine import SLEEP_TAGS
 from .accepted_fields import without_effect

@@ -12,13 +12,13 @@ from prometheus_client.exposition import choose_encoder
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from ..client.client import Client
+from ..control.engines import WorkerStats
 from ..core.members import GONE
 from ..driver.driver import now
 from ..driver.worker_info import WorkerInfo
 from ..errors import SglrlError
-from ..inference.client import Client
 from ..inference.completion import Completion
-from ..inference.engine_controls import WorkerStats
 from .answers import token_counts
 from .dialect import TurnRequest
 

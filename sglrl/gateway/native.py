@@ -9,8 +9,8 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from ..client.client import Client
 from ..errors import InvalidRequest
-from ..inference.client import Client
 from .access import Access, json_response
 from .dialect import decode_body
 from .errors import HttpError

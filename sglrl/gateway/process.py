@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from ..actors.actor import Actor, endpoint
+from ..client.client import Client
 from ..errors import UsageError
-from ..inference.client import Client
 from ..remote.client import client_of
 from ..remote.pool import CONNECT_SECONDS, RemotePool
 from ..sessions.record import Record

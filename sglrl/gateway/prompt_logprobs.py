@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from ..client.client import Client
 from ..errors import InvalidRequest
-from ..inference.client import Client
 from ..inference.completion import Completion, Scores
 from .field_names import named
 

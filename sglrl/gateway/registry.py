@@ -8,8 +8,8 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from ..client.client import Client
 from ..errors import UsageError
-from ..inference.client import Client
 from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
 from .conversations import Conversations
@@ -80,7 +80,7 @@ class Registry:
         """
         if len(self._by_id) >= self._most:
             raise UsageError(f"{self._most} sessions are open; end some, or raise max_sessions")
-        spec = SessionSpec(self._client, metadata=metadata, reward_weights=reward_weights)
+        spec = SessionSpec(self._client.requests, metadata=metadata, reward_weights=reward_weights)
         return self.add(Session(spec))
 
     def add(self, session: Session) -> OpenSession:

@@ -9,11 +9,11 @@ from typing import Any, Self
 
 import msgspec
 
+from ..client.client import Client
 from ..config import GatewayOptions
+from ..driver.threads import in_thread
 from ..inference.chat_templates import template_shows_system, template_shows_tools
-from ..inference.client import Client
 from ..inference.prompts import load_tokenizer
-from ..inference.threads import in_thread
 from ..sessions.session import Session
 from .app import Endpoints
 from .filtering import Filtering
@@ -47,7 +47,7 @@ class Running:
     async def __aenter__(self) -> Self:
         client, settings = self._client, self._settings
         # This takes seconds. Without it the first request would.
-        box = client._started().box
+        box = client.requests.box
         await load_tokenizer(box)
         shows_tools = await in_thread(template_shows_tools, box)
         shows_system = await in_thread(template_shows_system, box)

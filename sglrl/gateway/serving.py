@@ -12,12 +12,12 @@ import msgspec
 
 from ..actors.handles import WorkerHandle
 from ..actors.spawning import ActorHandle, birth_of
+from ..client.client import Client
 from ..config import FabricConfig, GatewayOptions, PoolConfig, check_gateway_packages, positive
 from ..driver.launcher import LocalLauncher
 from ..driver.pool import Pool
 from ..driver.temporary_folders import make_folder, remove_folder
 from ..errors import Closed, RemoteError, SglrlError, UsageError
-from ..inference.client import Client
 from ..inference.prompts import load_tokenizer
 from ..sessions.rewards import RewardValue
 from ..sessions.trajectory import Trajectory
@@ -77,7 +77,7 @@ class GatewaySession:
             logger.warning("the session of an agent that raised was lost: %s", error)
             return
         if record is not None:
-            decode = self._gateway._client._started().decode
+            decode = self._gateway._client.requests.decode
             self.trajectory = Trajectory.from_record(record).with_decode(decode)
 
     async def reward(self, value: RewardValue, name: str = "", *, call: str | None = None) -> None:
@@ -112,8 +112,8 @@ class Gateway:
 
         client, settings = self._client, self._settings
         # The process loads it too, but its errors would come with its stack.
-        await load_tokenizer(client._started().box)
-        address, keys, insecure, heartbeat_timeout = client._way_in
+        await load_tokenizer(client.requests.box)
+        address, keys, insecure, heartbeat_timeout = client.entry
         async with AsyncExitStack() as stack:
             # A process that is replaced gets the same port.
             port = stack.enter_context(reserved(settings.host, settings.port)).getsockname()[1]
@@ -128,10 +128,10 @@ class Gateway:
                 insecure=insecure,
                 heartbeat_timeout=heartbeat_timeout,
                 model=client.model,
-                timeout=client._timeout,
-                max_message_bytes=client._running().max_message_bytes,
+                timeout=client.timeout,
+                max_message_bytes=client.requests.driver.max_message_bytes,
             )
-            host = client._pool.weights.host
+            host = client.pool.weights.host
             settings = msgspec.structs.replace(settings, port=port, weights_host=host)
             arguments = [(settings, target, Place(i, sockets)) for i in range(self._count)]
             births = [birth_of(GatewayProcess, a, replicas=1, window=_WINDOW) for a in arguments]

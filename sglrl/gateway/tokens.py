@@ -11,10 +11,10 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from ..client.client import Client
+from ..driver.threads import in_thread
 from ..errors import InvalidRequest
-from ..inference.client import Client
 from ..inference.prompts import load_tokenizer, template_arguments
-from ..inference.threads import in_thread
 from ..inference.tokens import check_ids
 from .accepted_fields import TOKENIZE_FIELDS
 from .dialect import Message, decode_body
@@ -77,7 +77,7 @@ async def tokenize(client: Client, body: bytes) -> dict[str, Any]:
     """
     request = decode_body(body, TokenizeRequest, TOKENIZE_FIELDS)
     request.check()
-    requests = client._started()
+    requests = client.requests
     box = requests.box
     if request.prompt is None:
         _, (ids,) = await requests.encode_prompts(None, None, request.messages, request.template())
@@ -105,7 +105,7 @@ async def detokenize(client: Client, body: bytes) -> dict[str, Any]:
         InvalidRequest: a field or a token is wrong.
     """
     request = decode_body(body, DetokenizeRequest)
-    requests = client._started()
+    requests = client.requests
     if request.tokens:
         check_ids(request.tokens, requests.vocab_size)
     await load_tokenizer(requests.box)

@@ -16,8 +16,8 @@ from typing import Annotated, Any, Final, Literal, NamedTuple
 
 import msgspec
 
+from ..client.client import Client
 from ..errors import InvalidRequest
-from ..inference.client import Client
 from ..wire.weights import TensorSpec
 from .accepted_fields import without_effect
 from .dialect import decode_body

@@ -58,7 +58,9 @@ def aborted(
         chunks: those that have arrived.
     """
     cached = chunks[-1].cached_tokens if chunks else 0
-    end = TokenChunk(b"", finish="abort", cached_tokens=cached, version=spec.weights.version)
+    end = TokenChunk(
+        b"", finish="abort", cached_tokens=cached, version=spec.requests.weights.version
+    )
     return unfinished(spec, prompt, [*chunks, end], params, top_logprobs, began)
 
 
@@ -66,5 +68,5 @@ def without_tokens(
     spec: SessionSpec, prompt: bytes, params: SamplingParams, top_logprobs: int, began: float
 ) -> Completion:
     """Return a completion with a prompt and no output tokens, which has ended by "length"."""
-    end = TokenChunk(b"", finish="length", version=spec.weights.version)
+    end = TokenChunk(b"", finish="length", version=spec.requests.weights.version)
     return unfinished(spec, prompt, [end], params, top_logprobs, began)

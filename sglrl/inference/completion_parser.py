@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from ..driver.threads import in_thread
 from ..errors import InvalidRequest
 from .completion import Completion
 from .prompts import check_messages
 from .renderer import Renderer, find_renderer, fitting_renderer
 from .sampling_cache import Prepared, SamplingCache
-from .threads import in_thread
 from .tokens import TokenizerBox
 from .tool_choice import ToolChoice
 from .turn_grammar import turn_grammar

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..config import type_of
 from ..driver.from_thread import from_thread
+from ..driver.threads import in_thread
 from ..errors import InvalidRequest
-from .threads import in_thread
 from .tokens import TokenizerBox, check_ids
 
 Message = Mapping[str, Any]

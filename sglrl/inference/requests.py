@@ -9,6 +9,7 @@ from typing import Any, Final
 from msgspec import Raw
 
 from ..actors.actor import deadline_from
+from ..control.client_base import AdapterNames
 from ..core.calls import Call
 from ..core.policy_versions import MODEL
 from ..core.prefixes import Route
@@ -18,7 +19,6 @@ from ..errors import InvalidRequest, MessageTooLarge
 from ..weights.port import WeightsPort
 from ..wire.codec import encode
 from ..wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, ScoreArgs
-from .adapters import AdapterPort
 from .completion import Completion, Decode, NextTokenLogprobs
 from .number_checks import most_top_logprobs
 from .prompts import encode_prompts
@@ -54,7 +54,7 @@ class Requests:
         box: TokenizerBox,
         weights: WeightsPort,
         timeout: float | None,
-        adapters: AdapterPort,
+        adapters: AdapterNames,
     ) -> None:
         self.driver = driver
         self.info = info
@@ -71,9 +71,9 @@ class Requests:
         self._most_tokens = info.max_total_tokens
         self._max_body = driver.max_message_bytes - ENVELOPE_BYTES
         self._max_ids = self._max_body - _BESIDE_IDS
-        self._weights = weights
-        self._timeout = timeout
-        self._adapters = adapters
+        self.weights = weights
+        self.timeout = timeout
+        self.adapters = adapters
         # Bind the method once: every waiting call would hold a bound method of its own.
         self.decode: Decode = box.decode
 
@@ -114,20 +114,20 @@ class Requests:
 
     def lora(self, name: Any) -> str:
         """Return the name of an adapter; "": none. Raise ``UnknownAdapter`` if it is not loaded."""
-        return "" if name is None else self._adapters.check(name)
+        return "" if name is None else self.adapters.check(name)
 
     def version(self, lora: str) -> int:
         """Return a number that differs for two routes if their KV cache differs."""
-        version = self._weights.version
-        return self._adapters.route_version(lora, version) if lora else version
+        version = self.weights.version
+        return self.adapters.route_version(lora, version) if lora else version
 
     def versions(self, lora: str) -> dict[str, int]:
         """Return the current versions of the model and of an adapter, as far as they are known.
 
         ``core/policy_versions.py`` describes the names.
         """
-        found = {MODEL: self._weights.version}
-        version = self._adapters.versions.get(lora) if lora else None
+        found = {MODEL: self.weights.version}
+        version = self.adapters.versions.get(lora) if lora else None
         return found if version is None else {**found, lora: version}
 
     def deadline(self, timeout: Any) -> float | None:
@@ -137,7 +137,7 @@ class Requests:
             timeout: seconds. None: the client's timeout.
         """
         if timeout is None:
-            timeout = self._timeout
+            timeout = self.timeout
         return None if timeout is None else deadline_from(timeout)
 
     def encode_prompts(

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 
+from ..driver.threads import in_thread
 from ..errors import InvalidRequest
 from .renderer import Renderer
 from .sampling_cache import Prepared, SamplingCache
-from .threads import in_thread
 
 
 async def stop_after_call(

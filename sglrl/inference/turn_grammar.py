@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec.structs import asdict
 
+from ..driver.threads import in_thread
 from ..errors import InvalidRequest
 from .engine_grammar import newer_tag
 from .formats import Format, literal, optional, sequence
@@ -19,7 +20,6 @@ from .renderer import Renderer
 from .sampling import SamplingParams
 from .sampling_cache import Prepared, SamplingCache
 from .thought import Thought, thought_after
-from .threads import in_thread
 from .tool_choice import ToolChoice, calls_are_marked, calls_format
 
 

@@ -11,21 +11,20 @@ from typing import Any, Final
 
 import msgspec
 
-from ..actors.actor import EndpointSpec
+from ..control.operations import Operation
 from ..core.calls import Call
 from ..core.prefixes import Route
 from ..driver.driver import ENVELOPE_BYTES, Driver, now
 from ..errors import DeadlineExceeded, InvalidRequest, SglrlError, UnknownEndpoint
-from ..inference.adapters import AdapterPort
 from ..inference.grammar_checks import GRAMMARS, check_grammar
 from ..inference.logit_processors import check_declared, check_processor
 from ..inference.number_checks import check_number, most_top_logprobs
+from ..inference.requests import Requests as EngineRequests
 from ..inference.routed_experts import check_begin
 from ..inference.sampling import MOST_BIAS, NO_HIDDEN_STATES
 from ..inference.tokens import in_range
-from ..weights.port import WeightsPort
 from ..wire.codec import MALFORMED
-from ..wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, Sampling, ScoreArgs, TokenChunk
+from ..wire.engine import GenerateArgs, NextTokenArgs, Sampling, ScoreArgs, TokenChunk
 from ..wire.remote import Request
 from .forwarding import Forward, Peer, Relay
 
@@ -45,30 +44,25 @@ class Admission:
     Args:
         relay: sends the answers.
         driver: accepts the calls.
-        info: limits of the engine.
-        controls: endpoints of the engines that take no tokens.
-        weights: has the current version of the weights.
-        of_pool: endpoints of the pool as a whole.
-        ask: ``ask(peer, request, spec)`` runs an endpoint of the pool for a client.
-        adapters: the loaded adapters.
+        requests: of the pool's own client: the engine's limits, the current versions, the adapters.
+        operations: operations on the pool.
+        ask: ``ask(peer, request, operation)`` runs an operation for a client.
     """
 
     def __init__(
         self,
         relay: Relay,
         driver: Driver,
-        info: EngineInfo,
-        controls: Mapping[str, EndpointSpec],
-        weights: WeightsPort,
-        of_pool: Mapping[str, EndpointSpec],
-        ask: Callable[[Peer, Request, EndpointSpec], None],
-        adapters: AdapterPort,
+        requests: EngineRequests,
+        operations: Mapping[str, Operation],
+        ask: Callable[[Peer, Request, Operation], None],
     ) -> None:
+        info = requests.info
         self._relay = relay
         self._driver = driver
-        self._of_pool = of_pool
+        self._operations = operations
         self._ask = ask
-        self._adapters = adapters
+        self._requests = requests
         self._vocab_size: int = info.vocab_size
         self._most_prompt: int = info.max_prompt_tokens
         self._most_total: int = info.max_total_tokens
@@ -76,8 +70,6 @@ class Admission:
         self._processors = info.logit_processors
         self._most_top = most_top_logprobs(info.vocab_size)
         self._max_body = driver.max_message_bytes - ENVELOPE_BYTES
-        self._controls = controls
-        self._weights = weights
         self._samplings: dict[bytes, int] = {}
         """Checked sampling values, encoded as received, with their ``max_new_tokens``."""
 
@@ -90,7 +82,7 @@ class Admission:
                 taken = False
                 continue
             try:
-                spec = self._of_pool.get(request[1])
+                spec = self._operations.get(request[1])
                 if spec is not None:
                     self._ask(peer, request, spec)
                 else:
@@ -121,19 +113,6 @@ class Admission:
             deadline = now() + timeout if math.isfinite(timeout) else None
         generate = endpoint == "generate"
         forward = Forward(self._relay, peer, id_, generate)
-        control = None if generate else self._controls.get(endpoint)
-        if control is not None:
-            arguments(control, request)
-            return Call(
-                endpoint,
-                raw.copy(),
-                forward,
-                deadline=deadline,
-                pinned=worker,
-                idempotent=control.idempotent,
-                urgent=worker is not None,
-                client=peer.state,
-            )
         args: GenerateArgs | ScoreArgs | NextTokenArgs
         answer = 0
         try:
@@ -152,10 +131,9 @@ class Admission:
             raise InvalidRequest("the request does not fit one message to a worker")
         if session is not None and len(session) > _LONGEST_NAME:
             raise InvalidRequest(f"a session's name has at most {_LONGEST_NAME} characters")
-        version = self._weights.version
         if args.lora:
-            self._adapters.check(args.lora)
-            version = self._adapters.route_version(args.lora, version)
+            self._requests.lora(args.lora)
+        version = self._requests.version(args.lora)
         if number < 0 or session is not None:
             route = Route(ids, version, session)
         else:
@@ -275,7 +253,7 @@ def _check_top(count: int, most: int) -> None:
         raise InvalidRequest(f"{count} likeliest tokens are too many, or too few")
 
 
-def arguments(spec: EndpointSpec, request: Request) -> dict[str, Any]:
+def arguments(spec: Operation, request: Request) -> dict[str, Any]:
     """Return the arguments of a request by name.
 
     Raises:

@@ -8,80 +8,35 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final, NoReturn
 
+from ..client.client import Client
 from ..config import HEARTBEAT_TIMEOUT, check_timeout
-from ..driver.driver import Driver
-from ..errors import UnknownAdapter
-from ..inference.adapters import LoraInfo
-from ..inference.client import Client
-from ..inference.sleeping import tag_list
+from ..errors import UnknownAdapter, UsageError
 from ..weights.deadline import Deadline, turn
 from ..weights.update_report import UpdateReport
 from ..weights.update_request import UpdateRequest
-from ..wire.engine import EngineInfo
+from ..wire.adapters import LoraInfo
 from ..wire.processes import ClientKeys
-from .pool import CONNECT_SECONDS, RemotePool, a_bit_more, not_here
+from .pool import CONNECT_SECONDS, RemotePool
 
 
-class _RemotePausing:
-    """Forwards pause, resume and abort to the owning pool: they apply to all its clients."""
-
-    def __init__(self, pool: RemotePool) -> None:
-        self._pool = pool
-
-    def start(self) -> None: ...
-
-    async def pause(self, mode: str, timeout: float | None) -> None:
-        await self._pool.ask("pause", mode, timeout, timeout=a_bit_more(timeout))
-
-    async def resume(self, timeout: float | None) -> None:
-        await self._pool.ask("resume", timeout, timeout=a_bit_more(timeout))
-
-    async def abort(self, worker: int | None, timeout: float | None) -> int:
-        ended: int = await self._pool.ask("abort", worker, timeout, timeout=a_bit_more(timeout))
-        return ended
-
-
-class _RemoteSleeping:
-    """Forwards sleep and wake to the owning pool: they apply to all its clients."""
-
-    def __init__(self, pool: RemotePool) -> None:
-        self._pool = pool
-
-    def start(self) -> None: ...
-
-    async def sleep(
-        self, tags: Iterable[str], inflight: str, keep_weights: bool, timeout: float | None
-    ) -> None:
-        given = tag_list(tags), inflight, keep_weights, timeout
-        await self._pool.ask("sleep", *given, timeout=a_bit_more(timeout))
-
-    async def wake(self, tags: Iterable[str] | None, timeout: float | None) -> None:
-        given = None if tags is None else tag_list(tags)
-        await self._pool.ask("wake", given, timeout, timeout=a_bit_more(timeout))
-
-
-class _RemoteAdapters:
-    """Adapters of the owning pool. It checks the names of adapters in calls, and reads folders."""
+class RemoteAdapters:
+    """The adapters of the owning pool, which checks their names in calls."""
 
     def __init__(self, pool: RemotePool) -> None:
         self._pool = pool
 
     @property
     def loaded(self) -> Mapping[str, LoraInfo]:
-        raise not_here("adapters are listed")
+        raise UsageError(
+            "loras is listed by the process that launched the pool; await list_loras()"
+        )
 
     @property
     def versions(self) -> Mapping[str, int]:
         return self._pool.weights.lora_versions
-
-    async def all(self) -> dict[str, LoraInfo]:
-        found: dict[str, LoraInfo] = await self._pool.ask("loras")
-        return found
-
-    async def start(self, driver: Driver, info: EngineInfo) -> None: ...
 
     def check(self, name: Any) -> str:
         if not isinstance(name, str) or not name:
@@ -91,21 +46,23 @@ class _RemoteAdapters:
     def route_version(self, name: str, version: int) -> int:
         return version
 
-    async def load(self, name: Any, adapter: Any, config: Any, timeout: float) -> LoraInfo:
-        if config is not None or not isinstance(adapter, str | os.PathLike):
-            raise not_here("adapters that are not folders are loaded")
-        found: LoraInfo = await self._pool.ask(
-            "load_lora", name, _absolute(adapter), timeout, timeout=a_bit_more(timeout)
-        )
-        return found
 
-    async def replace(
-        self, name: Any, adapter: Any, config: Any, request: UpdateRequest
-    ) -> UpdateReport:
-        raise not_here("adapters are replaced")
+class RemoteControl:
+    """Runs operations in the process that launched the pool: they apply to all its clients."""
 
-    async def unload(self, name: Any, timeout: float) -> None:
-        await self._pool.ask("unload_lora", name, timeout, timeout=a_bit_more(timeout))
+    is_local: Final = False
+
+    def __init__(
+        self, pool: RemotePool, keys: str | os.PathLike[str] | None, insecure: bool
+    ) -> None:
+        self.ask = pool.ask
+        self.adapters = RemoteAdapters(pool)
+        self.sender = _RemoteSender(pool, keys, insecure)
+
+    async def start(self) -> None: ...
+
+    def part(self, kind: type[Any]) -> NoReturn:
+        raise AssertionError("operations run in the process that launched the pool")
 
 
 class _RemoteSender:
@@ -125,7 +82,10 @@ class _RemoteSender:
         self._connecting = asyncio.Lock()
 
     async def connect(self, device: Any, host: str | None, timeout: float) -> float:
-        raise not_here("the group for weight updates is formed ahead of the first one")
+        raise UsageError(
+            "the group for weight updates is formed ahead of the first one by the process that "
+            "launched the pool"
+        )
 
     async def update(
         self,
@@ -161,23 +121,6 @@ class _RemoteSender:
         self._pool.weights.set_version(report.version)
         return report
 
-    async def update_from_disk(self, path: Any, request: UpdateRequest) -> UpdateReport:
-        request.check_values()
-        report: UpdateReport = await self._pool.ask(
-            "update_weights_from_disk",
-            _absolute(path),
-            request.version,
-            request.inflight,
-            request.partial,
-            request.timeout,
-            request.drain_timeout,
-            request.wait,
-            request.check_finite,
-            request.same_version,
-        )
-        self._pool.weights.set_version(report.version)
-        return report
-
     async def close(self) -> None:
         if self._sender is not None:
             await self._sender.close()
@@ -191,14 +134,10 @@ class _PoolAddress:
         self._pool = pool
 
     @property
-    def way_in(self) -> tuple[str, ClientKeys | None, bool, float | None]:
+    def entry(self) -> tuple[str, ClientKeys | None, bool, float | None]:
         return self.address, *self._pool.connect_options
 
     async def close(self) -> None: ...
-
-
-def _absolute(path: str | os.PathLike[str]) -> str:
-    return os.path.abspath(os.path.expanduser(path))
 
 
 def connect(
@@ -214,10 +153,10 @@ def connect(
 ) -> Client:
     """Return a client for another process's pool: ``async with sglrl.connect(address) as client``.
 
-    The client has the functions of the ``Client`` of that process, except adding and removing
-    workers, and replacing and listing adapters. The pool routes its calls together with all other
-    calls. In ``update_weights`` this process sends the weights; all updates use the ``device`` and
-    ``host`` of the first update. Exiting the block does not change the pool.
+    The client has the functions of the ``Client`` of that process, except replacing adapters. The
+    pool routes its calls together with all other calls. In ``update_weights`` this process sends
+    the weights; all updates use the ``device`` and ``host`` of the first update. Exiting the block
+    does not change the pool.
 
     Args:
         address: ``client.address`` in the process that called ``launch``. It holds a secret.
@@ -271,11 +210,8 @@ def client_of(
     """
     return Client(
         pool,
+        RemoteControl(pool, keys, insecure),
         model=model,
         timeout=timeout,
-        sender=_RemoteSender(pool, keys, insecure),
-        pausing=_RemotePausing(pool),
-        sleeping=_RemoteSleeping(pool),
-        adapters=_RemoteAdapters(pool),
         serve=lambda client: _PoolAddress(address, pool),
     )

@@ -47,7 +47,7 @@ class Peer:
         self.silent: dict[int, Route] = {}
         """Routes of conversations without a turn since ``conversations`` was last emptied."""
         self.tasks: dict[int, Any] = {}
-        """Running calls of ``PoolEndpoints`` by id."""
+        """Running operations by the ids of their requests."""
         self.items: list[Part] = []
         self.again: list[int] = []
         self.frames: list[Buffer] = []

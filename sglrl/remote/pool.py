@@ -10,9 +10,10 @@ import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
-from ..actors.actor import endpoints_of
 from ..actors.handles import UnaryCaller
+from ..client.client import Client
 from ..config import check_heartbeat, check_timeout
+from ..control.operations import Operation, operations_of
 from ..core.members import READY, RETIRED
 from ..core.weight_update import Member
 from ..driver.lifetime import Lifetime
@@ -28,11 +29,9 @@ from ..wire.processes import ClientKeys
 from ..wire.remote import Hello, Leave, PoolStatus, Requests
 from ..wire.weights import ModelDescription, Shard
 from .driver import Line, RemoteDriver
-from .server import PoolEndpoints
 
 CONNECT_SECONDS: Final = 60.0
 """Seconds that a client waits for the pool's first answer."""
-_GRACE: Final = 10.0
 _LOOK_SECONDS: Final = 0.2
 """Seconds between two checks whether a pool that has not answered yet was closed."""
 _CHECK_SECONDS = 15.0
@@ -43,17 +42,11 @@ _BROKEN: Final = (
 )
 
 
-def a_bit_more(timeout: float | None) -> float | None:
-    """Return a longer timeout for a request to the pool, which itself enforces ``timeout``."""
-    timeout = check_timeout(timeout)
-    return None if timeout is None else timeout + _GRACE
-
-
 class RemoteWeights:
     """The weights of a remote pool's workers. ``weights.port.WeightsPort`` documents the methods.
 
     Args:
-        ask: ``RemotePool.ask``.
+        ask: runs an operation of ``Client`` in the pool's process, by its name.
     """
 
     def __init__(self, ask: Callable[..., Awaitable[Any]]) -> None:
@@ -83,11 +76,11 @@ class RemoteWeights:
 
     async def describe(self, timeout: float | None) -> ModelDescription:
         if self._description is None or self._description.open:
-            self._description = await self._ask("describe", timeout, timeout=a_bit_more(timeout))
+            self._description = await self._ask("_describe", timeout=timeout)
         return self._description
 
     async def checksums(self, names: list[str], timeout: float | None) -> dict[Member, list[Shard]]:
-        return dict(await self._ask("checksums", names, timeout, timeout=a_bit_more(timeout)))
+        return dict(await self._ask("_checksums", names=names, timeout=timeout))
 
 
 class RemotePool:
@@ -117,11 +110,10 @@ class RemotePool:
         self._connect_timeout = connect_timeout
         self._max_message_bytes = max_message_bytes
         self.heartbeat_timeout = check_heartbeat(heartbeat_timeout)
-        self.weights = RemoteWeights(self.ask)
+        self.weights = RemoteWeights(self._ask_by_name)
         self.engine: EngineInfo | None = None
         self._driver: RemoteDriver | None = None
         self._check: asyncio.TimerHandle | None = None
-        self._specs = endpoints_of(PoolEndpoints)
 
     @property
     def driver(self) -> RemoteDriver:
@@ -133,9 +125,19 @@ class RemotePool:
     def connect_options(self) -> tuple[ClientKeys | None, bool, float | None]:
         return self._client_keys, self._insecure, self.heartbeat_timeout
 
-    async def ask(self, endpoint: str, *args: Any, timeout: float | None = None) -> Any:
-        """Call an endpoint of ``PoolEndpoints`` in the pool's process and return its result."""
-        return await UnaryCaller(self.driver, self._specs[endpoint], None)(*args, timeout=timeout)
+    async def ask(
+        self, operation: Operation, arguments: dict[str, Any], limit: float | None
+    ) -> Any:
+        """Run an operation of ``Client`` in the pool's process, and return its result.
+
+        Args:
+            limit: seconds until ``DeadlineExceeded``. None: no limit.
+        """
+        return await UnaryCaller(self.driver, operation).call((), arguments, limit)
+
+    async def _ask_by_name(self, name: str, **arguments: Any) -> Any:
+        operation = operations_of(Client)[name]
+        return await self.ask(operation, arguments, operation.limit(arguments, None))
 
     async def enter(self) -> None:
         self._lifetime.enter()
@@ -272,16 +274,6 @@ class RemotePool:
         status = self.status
         return [w.reported for w in status.workers if w.state == READY], status.queued
 
-    async def full(self, timeout: float | None) -> None:
-        # The pool's own error names the workers that are not ready.
-        await self.ask("full", timeout, timeout=a_bit_more(timeout))
-
-    async def add(self, n: int) -> list[int]:
-        raise not_here("workers are added")
-
-    async def remove(self, index: int, timeout: float | None) -> None:
-        raise not_here("workers are removed")
-
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None:
         """Close the connection. The pool keeps running."""
         driver = self._driver
@@ -310,7 +302,3 @@ def _is_gone(url: str) -> bool:
     ZeroMQ itself would wait for a listener.
     """
     return url.startswith("ipc://") and not os.path.exists(url.removeprefix("ipc://"))
-
-
-def not_here(what: str) -> UsageError:
-    return UsageError(f"{what} by the process that launched the pool")

@@ -15,16 +15,12 @@ import secrets
 from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 
-from ..actors.actor import Actor, EndpointSpec, endpoint, endpoints_of
+from ..client.client import Client
+from ..control.operations import Operation, operations_of
 from ..core.driver_listener import DriverListener
 from ..driver.driver import now
 from ..driver.pool import Pool
 from ..errors import ProtocolError, SglrlError
-from ..inference.adapters import LoraInfo
-from ..inference.client import Client
-from ..inference.engine_controls import ENDPOINTS
-from ..weights.port import WeightsPort
-from ..weights.update_report import UpdateReport
 from ..wire.calls import PROTOCOL_VERSION, Cancel, ItemKind
 from ..wire.codec import Buffer, decode_from_client, encode
 from ..wire.processes import ClientKeys
@@ -41,7 +37,6 @@ from ..wire.remote import (
     Welcome,
     WorkerStatus,
 )
-from ..wire.weights import ModelDescription, Shard
 from .admission import Admission, arguments
 from .forwarding import NEWS_SECONDS, Peer, Relay
 
@@ -49,94 +44,6 @@ logger = logging.getLogger("sglrl.remote")
 
 _MOST_PEERS: Final = 1024
 """Maximum number of clients. A client counts until it sends ``Leave`` or is unreachable."""
-
-
-class PoolEndpoints(Actor):
-    """The endpoints of the pool as a whole, for clients in other processes."""
-
-    def __init__(self, client: Client, weights: WeightsPort) -> None:
-        self._client = client
-        self._weights = weights
-
-    @endpoint
-    async def pause(self, mode: str, seconds: float | None) -> None:
-        logger.warning("a client in another process pauses the engines (%s)", mode)
-        await self._client.pause(mode, timeout=seconds)  # type: ignore[arg-type]
-
-    @endpoint
-    async def resume(self, seconds: float | None) -> None:
-        await self._client.resume(timeout=seconds)
-
-    @endpoint
-    async def sleep(
-        self, tags: list[str], inflight: str, keep_weights: bool, seconds: float | None
-    ) -> None:
-        logger.warning("a client in another process lets the engines sleep (%s)", ", ".join(tags))
-        await self._client.sleep(
-            tags,
-            inflight=inflight,  # type: ignore[arg-type]
-            keep_weights=keep_weights,
-            timeout=seconds,
-        )
-
-    @endpoint
-    async def wake(self, tags: list[str] | None, seconds: float | None) -> None:
-        await self._client.wake(tags, timeout=seconds)
-
-    @endpoint
-    async def abort(self, worker: int | None, seconds: float | None) -> int:
-        return await self._client.abort(worker=worker, timeout=seconds)
-
-    @endpoint
-    async def full(self, seconds: float | None) -> None:
-        await self._client.wait_until_full(seconds)
-
-    @endpoint
-    async def loras(self) -> dict[str, LoraInfo]:
-        return self._client.loras
-
-    @endpoint
-    async def load_lora(self, name: str, folder: str, seconds: float) -> LoraInfo:
-        return await self._client.load_lora(name, folder, timeout=seconds)
-
-    @endpoint
-    async def unload_lora(self, name: str, seconds: float) -> None:
-        await self._client.unload_lora(name, timeout=seconds)
-
-    @endpoint
-    async def describe(self, seconds: float | None) -> ModelDescription:
-        return await self._weights.describe(seconds)
-
-    @endpoint
-    async def checksums(
-        self, names: list[str], seconds: float | None
-    ) -> list[tuple[tuple[int, int], list[Shard]]]:
-        return [*(await self._weights.checksums(names, seconds)).items()]
-
-    @endpoint
-    async def update_weights_from_disk(
-        self,
-        path: str,
-        version: int | None,
-        inflight: str,
-        partial: bool,
-        seconds: float,
-        drain_timeout: float,
-        wait: bool,
-        check_finite: bool = True,
-        same_version: bool = False,
-    ) -> UpdateReport:
-        return await self._client.update_weights_from_disk(
-            path,
-            version=version,
-            inflight=inflight,
-            partial=partial,
-            same_version=same_version,
-            timeout=seconds,
-            drain_timeout=drain_timeout,
-            wait=wait,
-            check_finite=check_finite,
-        )
 
 
 class PoolServer(DriverListener):
@@ -157,17 +64,13 @@ class PoolServer(DriverListener):
         self._weights = pool.weights
         self._token = secrets.token_hex(16)
         self._peers: dict[bytes, Peer] = {}
-        self._endpoints = PoolEndpoints(client, pool.weights)
         self._relay = Relay(driver, self._news, self._lose)
         self._admission = Admission(
             self._relay,
             driver,
-            client.info,
-            ENDPOINTS,
-            pool.weights,
-            endpoints_of(PoolEndpoints),
+            client.requests,
+            operations_of(type(client)),
             self._ask,
-            client._adapters,
         )
         self._watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -176,7 +79,7 @@ class PoolServer(DriverListener):
         driver.add_listener(self)
 
     @property
-    def way_in(self) -> tuple[str, ClientKeys | None, bool, float | None]:
+    def entry(self) -> tuple[str, ClientKeys | None, bool, float | None]:
         return f"{self._driver.transport.address}#{self._token}", *self._pool.connect_options
 
     def on_loads(self) -> None:
@@ -238,7 +141,7 @@ class PoolServer(DriverListener):
             workers,
             queue.queued_bytes,
             queue.clients,
-            dict(self._client._adapters.versions),
+            dict(self._client.requests.adapters.versions),
         )
 
     async def _watch_workers(self) -> None:
@@ -345,20 +248,21 @@ class PoolServer(DriverListener):
             self._watch = self._run(self._watch_workers())
         return True
 
-    def _ask(self, peer: Peer, request: Request, spec: EndpointSpec) -> None:
-        """Run an endpoint of ``PoolEndpoints`` for a client.
+    def _ask(self, peer: Peer, request: Request, spec: Operation) -> None:
+        """Run an operation for a client.
 
         Raises:
             InvalidRequest: the arguments are wrong.
         """
+        logger.info("a client in another process calls %s", spec.name)
         work = self._ask_pool(peer, request.id, spec, arguments(spec, request))
         peer.tasks[request.id] = self._run(work)
 
     async def _ask_pool(
-        self, peer: Peer, id_: int, spec: EndpointSpec, kwargs: dict[str, Any]
+        self, peer: Peer, id_: int, spec: Operation, kwargs: dict[str, Any]
     ) -> None:
         try:
-            value = await getattr(self._endpoints, spec.name)(**kwargs)
+            value = await getattr(self._client, spec.name)(**kwargs)
             body, frames = spec.result.encode(value)
         except SglrlError as error:
             if peer.tasks.pop(id_, None) is not None:

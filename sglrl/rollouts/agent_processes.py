@@ -18,6 +18,7 @@ from ..actors.actor import EndpointSpec, endpoints_of
 from ..actors.replies import error_of
 from ..actors.spawning import ActorHandle, birth_of
 from ..config import FabricConfig, PoolConfig
+from ..control.engine_calls import ask_all, tell
 from ..core import rollout_group as core
 from ..core.calls import Call
 from ..core.driver_listener import DriverListener
@@ -26,7 +27,6 @@ from ..driver.driver import ENVELOPE_BYTES
 from ..driver.launcher import LocalLauncher
 from ..driver.pool import Pool
 from ..errors import MessageTooLarge, ProtocolError, SglrlError, UsageError, WorkerLost
-from ..inference.engine_controls import ask_all, tell
 from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
 from ..wire.calls import Item, ItemKind
@@ -40,7 +40,7 @@ from .dataset import session_arguments
 from .task_ending import GRACE_SECONDS, log_hanging, title_of
 
 if TYPE_CHECKING:
-    from ..inference.client import Client
+    from ..client.client import Client
 
 _ANY_NUMBER: Final = 1 << 30
 """No limit for the actor's queues: the run limits the number of samples."""
@@ -136,10 +136,10 @@ class AgentProcesses(DriverListener):
         self.paused = False
         settings = Settings(
             os.getpid(),
-            client._running().max_message_bytes,
-            *client._way_in,
+            client.requests.driver.max_message_bytes,
+            *client.entry,
             client.model,
-            client._timeout,
+            client.timeout,
             agent,
             config.timeout,
             config.max_staleness,
@@ -182,16 +182,16 @@ class AgentProcesses(DriverListener):
                 restarts=_RESTARTS,
             ),
         )
+        self._pool = pool
         self._handle = ActorHandle(cls, pool)
 
     @property
     def driver(self) -> Any:
-        return self._handle._pool.driver
+        return self._pool.driver
 
     @property
     def _runs(self) -> bool:
-        driver = self._handle._pool._driver
-        return driver is not None and not driver.fabric.closed
+        return self._pool.is_open
 
     @property
     def alive(self) -> bool:
@@ -277,7 +277,7 @@ class AgentProcesses(DriverListener):
             return None
         if group not in self._arguments:
             found = config.open_session(group.item)
-            SessionSpec.of(self._client, found, config.values, config.sampling)
+            SessionSpec.of(self._client.requests, found, config.values, config.sampling)
             self._arguments[group] = sampling_to(found)
         return self._arguments[group]
 
@@ -350,14 +350,14 @@ class AgentProcesses(DriverListener):
         if outcome.how == DONE and outcome.trajectory is not None:
             try:
                 made = Trajectory.from_record(outcome.trajectory, outcome.oldest)
-                return Done(made.with_decode(self._client._started().decode))
+                return Done(made.with_decode(self._client.requests.decode))
             except ProtocolError as wrong:
                 return Failed(wrong, fatal=True)
         if outcome.how == LATE and error is not None:
             return Late(error)
         if outcome.how == STALE:
             return GivenUp(core.STALE)
-        if outcome.cut_off and self._client._is_connected:
+        if outcome.cut_off and self._client.is_open:
             self._expel(away, "it has lost its connection to the pool")
             return ProcessLost(
                 WorkerLost("the process of this sample has lost its connection to the pool")
@@ -369,7 +369,7 @@ class AgentProcesses(DriverListener):
         """Kill the process of a sample. Its other samples are lost, too."""
         worker = None if away.call is None else away.call.worker
         if worker is not None:
-            self._handle._pool.expel(worker.index, reason)
+            self._pool.expel(worker.index, reason)
 
     # --- pause ------------------------------------------------------------------------------------
 

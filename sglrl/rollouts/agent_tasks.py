@@ -30,7 +30,7 @@ from .config import RolloutConfig
 from .task_ending import Limit, TaskSet, title_of
 
 if TYPE_CHECKING:
-    from ..inference.client import Client
+    from ..client.client import Client
 
 _TIMEOUT = "timeout"
 """The reason for cancelling an agent at its time limit."""
@@ -120,7 +120,7 @@ class AgentTasks:
         if spec is None:
             config = self._config
             found = config.open_session(group.item)
-            spec = SessionSpec.of(self._client, found, config.values, config.sampling)
+            spec = SessionSpec.of(self._client.requests, found, config.values, config.sampling)
             self._specs[group] = spec
         session = session_of_sample(
             spec, self._gate, self._on_turn, group.index, sample.index, sample.tries

@@ -44,7 +44,7 @@ from .dataset import session_arguments
 from .task_ending import GRACE_SECONDS, Grace, Limit, end_without, stack_of, title_of
 
 if TYPE_CHECKING:
-    from ..inference.client import Client
+    from ..client.client import Client
     from ..remote.pool import RemotePool
 
 logger = logging.getLogger("sglrl.rollout")
@@ -231,7 +231,7 @@ class AgentWorker(Actor):
         if spec is None:
             settings = self.settings
             found = session_arguments(item) if arguments is None else sampling_from(arguments)
-            spec = SessionSpec.of(self._client, found, settings.values, settings.sampling)
+            spec = SessionSpec.of(self._client.requests, found, settings.values, settings.sampling)
             self._specs[number, tries] = spec
             if len(self._specs) > _KEPT:
                 self._specs.popitem(last=False)
@@ -312,7 +312,7 @@ class AgentWorker(Actor):
     def _failure(self, sample: _Sample, error: BaseException) -> Outcome:
         if isinstance(error, asyncio.CancelledError):
             return self._unheard(as_failure(error))
-        cut_off = not self._client._is_connected
+        cut_off = not self._client.is_open
         return self._outcome(
             FAILED,
             error=body_of(as_failure(error)),

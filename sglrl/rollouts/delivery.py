@@ -19,7 +19,7 @@ from .lost_weights import UnlessWeightsLost
 from .metrics import MetricsRecorder
 
 if TYPE_CHECKING:
-    from ..inference.client import Client
+    from ..client.client import Client
 
 logger = logging.getLogger("sglrl.rollout")
 

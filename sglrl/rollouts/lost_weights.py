@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final, Self
 from ..errors import WeightsLost
 
 if TYPE_CHECKING:
-    from ..inference.client import Client
+    from ..client.client import Client
 
 _CHECK_SECONDS: Final = 2.0
 """Seconds between two checks. The weights count as lost when two checks in a row find it."""

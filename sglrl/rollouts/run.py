@@ -30,7 +30,7 @@ from .sample_limit import SampleLimit
 from .state_file import load_state, save_state
 
 if TYPE_CHECKING:
-    from ..inference.client import Client
+    from ..client.client import Client
 
 _MOST_SAMPLES: Final = 100_000
 """Maximum samples of an item. All samples of a group are created when the group begins."""
@@ -395,7 +395,7 @@ def _check_pool(client: Client, config: RolloutConfig) -> None:
         InvalidRequest: a sampling parameter is wrong. It would fail every sample.
         UsageError: a group has more samples than can run.
     """
-    requests = client._started()
+    requests = client.requests
     requests.samplings.prepare(config.sampling, config.sampling_values)
     most = requests.driver.max_queue + requests.driver.windows(None)
     if config.concurrency is not None:

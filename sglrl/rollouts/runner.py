@@ -31,7 +31,7 @@ from .sample_limit import SampleLimit
 from .task_ending import TaskSet
 
 if TYPE_CHECKING:
-    from ..inference.client import Client
+    from ..client.client import Client
 
 
 class Runner:
@@ -109,7 +109,7 @@ class Runner:
             if self._stopping:
                 raise Closed("the run was closed while it started")
             self._limit.begin()
-            weights = self._client._pool.weights
+            weights = self._client.pool.weights
             self._plan.clock = PolicyClock(self._client.policy_versions)
             weights.on_version.add(self._on_version)
             self._metrics.begin()
@@ -126,7 +126,7 @@ class Runner:
         try:
             if self._main is not None:
                 self._main.cancel()
-                self._client._pool.weights.on_version.discard(self._on_version)
+                self._client.pool.weights.on_version.discard(self._on_version)
                 self._limit.end()
                 # ``take`` has raised the task's exception, or no consumer needs it.
                 await asyncio.wait([self._main])
@@ -287,7 +287,7 @@ class Runner:
     @property
     def _is_hopeless(self) -> bool:
         """Whether no sample would get a turn, however the agent handles errors."""
-        return not self._client._is_alive or not self._host.alive
+        return not self._client.is_alive or not self._host.alive
 
     def _settle(self, group: core.Group, ready: core.Group | None) -> None:
         """Handle the end of a sample. The group has ended, too, if it is ``ready``."""

@@ -11,7 +11,7 @@ from ..core.driver_listener import DriverListener
 from ..core.rollout_plan import Plan
 
 if TYPE_CHECKING:
-    from ..inference.client import Client
+    from ..client.client import Client
 
 _POLL_SECONDS: Final = 0.05
 """Minimum interval between two polls of the engines' load."""
@@ -44,17 +44,16 @@ class SampleLimit(DriverListener):
     def begin(self) -> None:
         """Follow the load of the engines."""
         if self._fixed is None:
-            self._client._running().add_listener(self)
+            self._client.requests.driver.add_listener(self)
 
     def end(self) -> None:
-        driver = self._client._driver
-        if self._fixed is None and driver is not None:
-            driver.remove_listener(self)
+        if self._fixed is None and self._client.is_open:
+            self._client.requests.driver.remove_listener(self)
 
     def on_loads(self) -> None:
         now = time.monotonic()
         if now - self._polled_at >= _POLL_SECONDS:
             self._polled_at = now
-            loads, queued = self._client._pool.loads()
+            loads, queued = self._client.pool.loads()
             if self._found.look(now, self._plan.running, queued, loads):
                 self._on_change()

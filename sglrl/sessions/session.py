@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from ..core.policy_versions import MODEL
 from ..core.turn_tree import ROOT
 from ..driver.driver import now
+from ..driver.threads import in_thread
 from ..errors import Closed, UsageError
 from ..inference.completion import Completion
 from ..inference.message import ToolCall
@@ -22,7 +23,6 @@ from ..inference.options import SamplingOptions
 from ..inference.prompts import Message, check_conversation, load_tokenizer
 from ..inference.replies import OnChunk
 from ..inference.sampling_cache import Prepared
-from ..inference.threads import in_thread
 from ..inference.tokens import TokenIds
 from ..inference.tool_choice import ToolChoice
 from .gate import Gate
@@ -87,8 +87,10 @@ class Session:
     def __exit__(self, *exc: object) -> None: ...
 
     def __reduce__(self) -> NoReturn:
-        # A session cannot be pickled because its client cannot; raise the client's error.
-        self._spec.client.__reduce__()
+        raise UsageError(
+            "a session stays in the process of its client and cannot be pickled or copied; give "
+            "the other process client.address, and call sglrl.connect(address) there"
+        )
 
     def close(self) -> None:
         """Close the session. A running ``generate`` and every later one raise ``Closed``.

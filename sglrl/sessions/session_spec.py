@@ -6,12 +6,12 @@ import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
 from copy import copy
-from typing import Any, NoReturn, Protocol, SupportsFloat
+from typing import Any, SupportsFloat
 
 import numpy as np
 
 from ..config import check_target, check_timeout
-from ..driver.port import PoolPort
+from ..driver.threads import in_thread
 from ..errors import InvalidRequest
 from ..inference.chat_templates import render_conversation, schemas
 from ..inference.prompts import (
@@ -26,28 +26,10 @@ from ..inference.requests import Requests
 from ..inference.sampling import SamplingParams, own_names
 from ..inference.sampling_cache import Prepared
 from ..inference.single_call import stop_after_call
-from ..inference.threads import in_thread
 from ..inference.tokens import TokenIds, check_ids
 from ..inference.tool_choice import ToolChoice, chosen_tool
 from ..inference.turn_grammar import turn_grammar
-from ..wire.engine import EngineInfo
 from .rewards import checked_weights
-
-
-class SessionClient(Protocol):
-    """The parts of ``Client`` that a session uses."""
-
-    _timeout: float | None
-
-    @property
-    def _pool(self) -> PoolPort: ...
-
-    @property
-    def info(self) -> EngineInfo: ...
-
-    def _started(self) -> Requests: ...
-
-    def __reduce__(self) -> NoReturn: ...
 
 
 def turn_values(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -83,7 +65,7 @@ class SessionSpec:
 
     def __init__(
         self,
-        client: SessionClient,
+        requests: Requests,
         prompt: str | None = None,
         *,
         messages: Sequence[Message] | None = None,
@@ -115,9 +97,7 @@ class SessionSpec:
         self.promptless = promptless
         self.tool_choice = tool_choice
         limit = check_timeout(timeout)
-        self.client = client
-        self.requests = client._started()
-        self.weights = client._pool.weights
+        self.requests = requests
         self.lora = self.requests.lora(lora)
         self.allow_rewrite = bool(allow_rewrite)
         self.renderer: Renderer | None = None
@@ -126,7 +106,7 @@ class SessionSpec:
         self._searched = False
         self._later_tools: list[Any] = []
         """Schemas of tools that messages describe, and not the prompt's list of tools."""
-        self.timeout = client._timeout if limit is None else limit
+        self.timeout = requests.timeout if limit is None else limit
         self.priority, *_ = check_target(priority, None, None)
         self.metadata = metadata or {}
         self.reward_weights = checked_weights(reward_weights)
@@ -160,7 +140,7 @@ class SessionSpec:
         self.routed_from = 0
         """The first position of the prompt whose routed experts are wanted."""
         self._prompt = prompt
-        info = client.info
+        info = requests.info
         self.vocab_size = info.vocab_size
         self.most_tokens = min(info.max_total_tokens, info.max_prompt_tokens + 1)
         """The largest number of tokens of a prompt and its output together."""
@@ -172,7 +152,7 @@ class SessionSpec:
     @classmethod
     def of(
         cls,
-        client: SessionClient,
+        requests: Requests,
         found: Mapping[str, Any],
         values: Mapping[str, Any],
         sampling: SamplingParams | None,
@@ -184,7 +164,7 @@ class SessionSpec:
             values: arguments of the run.
             sampling: sampling parameters of the run.
         """
-        return cls(client, **{**values, "sampling": sampling, **own_names(found)})
+        return cls(requests, **{**values, "sampling": sampling, **own_names(found)})
 
     def sibling(
         self,
@@ -210,7 +190,7 @@ class SessionSpec:
             prompt |= {"template": template, "tools": tools}
             prompt |= {"renderer": self._renderer, "allow_rewrite": self.allow_rewrite}
         return SessionSpec(
-            self.client,
+            self.requests,
             timeout=self.timeout,
             priority=self.priority if priority is None else priority,
             lora=lora or self.lora or None,

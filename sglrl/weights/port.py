@@ -48,7 +48,7 @@ class WeightsPort(Protocol):
 
 
 class WeightSender(Protocol):
-    """Sends new weights to a pool's workers. ``Client`` documents methods of similar names.
+    """Sends tensors of this process to a pool's workers. ``Client`` documents the methods.
 
     ``LocalSender`` implements it for a local pool, ``remote.client`` for a remote pool.
     """
@@ -58,8 +58,6 @@ class WeightSender(Protocol):
     async def update(
         self, weights: Any, request: UpdateRequest, *, device: Any = None, host: str | None = None
     ) -> UpdateReport: ...
-
-    async def update_from_disk(self, path: Any, request: UpdateRequest) -> UpdateReport: ...
 
     async def close(self) -> None:
         """Free the sender's memory. The pool is already closed. A running update fails."""

@@ -1,10 +1,33 @@
-"""Calls that bring LoRA adapters to an engine worker. ``inference/adapters.py`` makes them."""
+"""LoRA adapters: their description, and the calls that bring them to an engine worker.
+
+``control/adapters.py`` makes the calls.
+"""
 
 from __future__ import annotations
 
 import msgspec
 
 from .weights import TensorSpec
+
+
+class LoraInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """A loaded LoRA adapter.
+
+    Attributes:
+        version: 0 for the first adapter that was loaded under this name. Each replacement and each
+            new load has a larger version.
+        rank: the rank of its matrices.
+        scaling: the factor of its update of a module, ``lora_alpha / r``.
+        target_modules: the last parts of the names of the modules that it changes.
+        bytes: the size of its tensors.
+    """
+
+    name: str
+    version: int
+    rank: int
+    scaling: float
+    target_modules: tuple[str, ...]
+    bytes: int
 
 
 class LoraPart(msgspec.Struct, array_like=True, frozen=True):

@@ -390,6 +390,7 @@ class Result:
     """Encodes and decodes the results of one endpoint. ``bytes`` is sent as a raw frame."""
 
     def __init__(self, hint: Any) -> None:
+        self.type = hint
         self._is_blob = hint is bytes
         self._body = Body(Blob if self._is_blob else hint)
 

@@ -21,7 +21,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, tag=60):
 
 
 class Request(NamedTuple):
-    """One call of an engine endpoint, or of an endpoint of the pool.
+    """One call of an engine, or of an operation on the pool.
 
     A tuple, because it is faster to decode than a struct; a new field needs a new
     ``PROTOCOL_VERSION``.

@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def engine_arguments(client: sglrl.Client) -> dict[str, Any]:
     """Return SGLang's arguments in the spec of the first worker."""
-    pool: Any = client._pool
+    pool: Any = client.pool
     arguments: dict[str, Any] = pool._first[0].bodies[0].args
     return arguments
 
@@ -99,7 +99,9 @@ async def test_the_fake_engine_has_no_logit_processors(monkeypatch: pytest.Monke
     with pytest.raises(sglrl.UsageError, match=r"engine='fake' has no logits"):
         sglrl.launch("fake", engine="fake", logit_processors=["a:B"])
     async with sglrl.launch("fake", engine="fake") as client:
-        monkeypatch.setattr("sglrl.inference.sampling_cache.check_declared", lambda name, declared: None)
+        monkeypatch.setattr(
+            "sglrl.inference.sampling_cache.check_declared", lambda name, declared: None
+        )
         with pytest.raises(sglrl.InvalidRequest, match="no logit processor 'a:B'"):
             await client.generate(input_ids=[1], max_new_tokens=1, logit_processor="a:B")
 

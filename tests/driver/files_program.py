@@ -37,7 +37,7 @@ async def main(soft: str, hard: str) -> None:
                 continue
             with open(__file__):  # noqa: ASYNC230
                 pass
-            transport = client._pool.driver.transport
+            transport = client.pool.driver.transport
             assert isinstance(transport, ZmqRouter)
             made = await asyncio.gather(
                 *(

@@ -51,7 +51,7 @@ async def pair(hang_file: Path) -> AsyncIterator[sglrl.Client]:
         hang_timeout=HANG_TIMEOUT,
         restarts=0,
     ) as client:
-        fabric = client._driver.fabric  # type: ignore[union-attr]
+        fabric = client.requests.driver.fabric
         fabric.router.chain[:] = [
             lambda call: next(
                 (m for m in fabric.members.values() if m.state is READY and m.has_room), None

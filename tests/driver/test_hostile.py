@@ -39,7 +39,7 @@ async def works(client: sglrl.Client) -> None:
 
 
 def router_of(client: sglrl.Client) -> ZmqRouter:
-    transport = client._pool.driver.transport
+    transport = client.pool.driver.transport
     assert isinstance(transport, ZmqRouter)
     return transport
 
@@ -75,7 +75,7 @@ async def test_messages_that_are_too_large(caplog: pytest.LogCaptureFixture) -> 
         with pytest.raises(sglrl.MessageTooLarge):
             await client.generate(input_ids=[1] * (limit // 4), max_new_tokens=1)
         await works(client)
-        assert client._pool.driver.dropped == 0
+        assert client.pool.driver.dropped == 0
         assert [w.state for w in client.workers] == ["ready"] * 2
 
 
@@ -84,7 +84,7 @@ async def test_a_stranger_that_knows_everything_but_a_name() -> None:
     async with sglrl.launch(
         "fake", engine="fake", address="tcp", replicas=2, step_seconds=0.01, tokens_per_step=1
     ) as client:
-        driver = client._pool.driver
+        driver = client.pool.driver
         stranger = ZmqDealer(router_of(client).address, b"0-0", max_message_bytes=1 << 20)
         work = asyncio.create_task(works(client))
         await asyncio.sleep(0)
@@ -115,12 +115,12 @@ async def test_keys_from_the_user_to_the_workers(
                 router.address, b"known", max_message_bytes=1 << 20, keys=read_client_keys(folder)
             )
             known.send([b"hello"])
-            while client._pool.driver.dropped < 1:
+            while client.pool.driver.dropped < 1:
                 await works(client)
             for end in (plain, known):
                 end.close()
             await works(client)
-            assert client._pool.driver.dropped == 1
+            assert client.pool.driver.dropped == 1
             assert client.weights_address.startswith("tcp://")
             assert "0.0.0.0" not in client.weights_address
     assert "insecure" not in caplog.text

@@ -211,7 +211,7 @@ def test_a_client_in_another_process() -> None:
         async def use(address):
             client = await sglrl.connect(address).__aenter__()
             print((await client.generate(input_ids=[8], max_new_tokens=1)).output_ids)
-            return weakref.ref(client._pool.driver.transport._dealer.socket)
+            return weakref.ref(client.pool.driver.transport._dealer.socket)
 
         def remote(address):
             socket = asyncio.run(use(address))

@@ -73,7 +73,7 @@ async def test_what_was_submitted_before_one_was_refused_is_cancelled(remote: bo
         sglrl.connect(pool.address) as other,
     ):
         client = other if remote else pool
-        fabric = pool._running().fabric
+        fabric = pool.requests.driver.fabric
         held = [
             asyncio.ensure_future(pool.generate(input_ids=IDS, max_new_tokens=20_000))
             for _ in range(3)

@@ -222,7 +222,7 @@ def on_phase(
     act: Callable[[str, tuple[int, int]], None],
 ) -> None:
     """Call ``act(phase, member)`` right before a member of an update is asked for a phase."""
-    channel = client._pool.weights
+    channel = client.pool.weights
     ask = UpdateRun._ask
 
     def observed(run: UpdateRun, phase: str, member: tuple[int, int]) -> None:
@@ -252,7 +252,7 @@ def phase_held(
         update. Cancelling the update releases it as well.
     """
     event = asyncio.Event()
-    channel = client._pool.weights
+    channel = client.pool.weights
     ask = UpdateRun._ask
     held: list[tuple[UpdateRun, str, tuple[int, int]]] = []
 

@@ -21,7 +21,7 @@ class Loads(DriverListener):
         self.waiting = waiting
 
     def on_loads(self) -> None:
-        self.waiting.append(self.client._pool.loads()[0][0].waiting)
+        self.waiting.append(self.client.pool.loads()[0][0].waiting)
 
 
 async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
@@ -42,11 +42,11 @@ async def test_agents_are_as_many_as_the_kv_cache_holds(qwen: Path) -> None:
     ) as client:
         waiting: list[int] = []
         # Record every report of the engine; polling would depend on when this process runs.
-        client._running().add_listener(Loads(client, waiting))
+        client.requests.driver.add_listener(Loads(client, waiting))
         async with sglrl.rollout(client, agent, items[:30], concurrency=30) as run:
             await run.take(30)
         assert max(waiting) > 0
-        (load,), _ = client._pool.loads()
+        (load,), _ = client.pool.loads()
         assert load.preempted > 0, "it took requests out of its cache, and computed them twice"
         assert run.metrics.samples_lost == {}
         limits = []

@@ -27,5 +27,5 @@ async def test_a_variable_of_one_client(client: sglrl.Client, qwen: Path) -> Non
 
 
 def retracted(client: sglrl.Client) -> int:
-    (load,), _ = client._pool.loads()
+    (load,), _ = client.pool.loads()
     return load.preempted

@@ -188,10 +188,10 @@ class Storm:
         for turn in turns:
             await self._reached(turn)
             while len(ready := [w for w in self.client.workers if w.state == "ready"]) < 2:
-                await self.client._pool.driver.change()
+                await self.client.pool.driver.change()
             os.kill(random.Random(f"{SEED}-{turn}").choice(ready).pid, signal.SIGKILL)
             self.counts["kills"] += 1
-            await self.client._pool.driver.change()
+            await self.client.pool.driver.change()
 
     async def _made_progress(self) -> None:
         async with self._progress:

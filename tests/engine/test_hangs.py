@@ -43,7 +43,7 @@ class Stillness:
     """Measures how long a worker makes no progress in a phase, according to its heartbeats."""
 
     def __init__(self, client: sglrl.Client, worker: int, phase: str) -> None:
-        monitor = client._pool._supervisor.monitor
+        monitor = client.pool._supervisor.monitor
         assert monitor._detector is not None
         self._detector: Any = monitor._detector
         self._worker = worker

@@ -188,7 +188,7 @@ async def test_a_training_loop_without_a_copy(models: Path) -> None:
 @contextlib.contextmanager
 def struck_at(client: sglrl.Client, moment: object) -> Iterator[list[object]]:
     """Kill the worker just before a message of this type is sent to it, once."""
-    ranks = client._pool.weights._ranks
+    ranks = client.pool.weights._ranks
     send = ranks.send
     struck: list[object] = []
 

@@ -276,10 +276,10 @@ async def test_a_processor_that_is_not_declared(
 ) -> None:
     assert engine.info.logit_processors == PROCESSORS
     says = r"no logit processor 'os:system'; declare it with launch\(logit_processors=.*:Shift, "
-    sent = engine._driver.fabric._next_id  # type: ignore[union-attr]
+    sent = engine.requests.driver.fabric._next_id
     with pytest.raises(sglrl.InvalidRequest, match=says):
         await engine.generate(input_ids=PROMPT, logit_processor="os:system")
-    assert engine._driver.fabric._next_id == sent  # type: ignore[union-attr]
+    assert engine.requests.driver.fabric._next_id == sent
     # The worker checks it again, and the pool checks the requests of other processes.
     to_wire = SamplingParams.to_wire
 

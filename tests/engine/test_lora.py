@@ -294,7 +294,7 @@ async def test_the_worker_checks_too(lab: Lab, monkeypatch: pytest.MonkeyPatch) 
     async def unknown(timeout: float | None) -> Any:
         raise EngineError("quantized")
 
-    monkeypatch.setattr(lab.client._pool.weights, "describe", unknown)
+    monkeypatch.setattr(lab.client.pool.weights, "describe", unknown)
     name = "base_model.model.model.layers.0.self_attn.{}.lora_{}.weight"
     wrong = {
         name.format("k_proj", "B"): (lambda t: t[:-1], "k_proj needs"),

@@ -47,13 +47,13 @@ async def kill(client: sglrl.Client, *indices: int) -> None:
     async with asyncio.timeout(300):
         for index, pid in before.items():
             while client.workers[index].state == "ready" and client.workers[index].pid == pid:
-                await client._pool.driver.change()
+                await client.pool.driver.change()
 
 
 async def until(client: sglrl.Client, *states: str) -> None:
     async with asyncio.timeout(300):
         while [w.state for w in client.workers][: len(states)] != list(states):
-            await client._pool.driver.change()
+            await client.pool.driver.change()
 
 
 def begin(lab: Lab, count: int) -> list[asyncio.Task[sglrl.Completion]]:
@@ -154,7 +154,7 @@ async def test_the_sender_is_lost_in_the_peer_copy(
     """The receiver does not wait for the lost sender, but copies from another worker."""
     await lab.other()
     (added,) = await lab.client.add_workers()
-    ranks = lab.client._pool.weights._ranks
+    ranks = lab.client.pool.weights._ranks
     send, struck, sender = ranks.send, False, -1
 
     def observed(rank: Any, message: Any) -> None:
@@ -179,7 +179,7 @@ async def test_the_receiver_is_lost_in_the_peer_copy(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await lab.other()
-    ranks = lab.client._pool.weights._ranks
+    ranks = lab.client.pool.weights._ranks
     send, struck = ranks.send, False
 
     def observed(rank: Any, message: Any) -> None:
@@ -243,7 +243,7 @@ async def on_message(
 
     Calls ``act`` right after the first message of this kind is sent, then returns.
     """
-    ranks = lab.client._pool.weights._ranks
+    ranks = lab.client.pool.weights._ranks
     send, sent = ranks.send, asyncio.Event()
 
     def observed(rank: Any, message: Any) -> None:
@@ -289,7 +289,7 @@ async def test_a_replacement_is_lost_before_its_sender_answers(
         await on_message(lab, monkeypatch, "SendPeerCopy", act)
         async with asyncio.timeout(300):
             while lab.client.workers[1].pid == receiver and lab.client.workers[1].state != "lost":
-                await lab.client._pool.driver.change()
+                await lab.client.pool.driver.change()
     finally:
         os.kill(sender, signal.SIGCONT)
     await updates_soon(lab, 0, added)

@@ -71,7 +71,7 @@ async def pair(
     async with sglrl.launch(
         qwen, device="cpu", replicas=2, restarts=0, disable_overlap_schedule=not request.param
     ) as client:
-        fabric = client._driver.fabric  # type: ignore[union-attr]
+        fabric = client.requests.driver.fabric
         fabric.router.chain[:] = [
             lambda call: next(
                 (m for m in fabric.members.values() if m.state is READY and m.has_room), None
@@ -100,7 +100,7 @@ class Reader:
 
 async def kill_first(client: sglrl.Client) -> None:
     """Kill the first worker when the driver has received reports about every call on it."""
-    fabric = client._driver.fabric  # type: ignore[union-attr]
+    fabric = client.requests.driver.fabric
     while not all(call.state == RUNNING for call in fabric.members[0].calls.values()):
         await client.stats()
     os.kill(client.workers[0].pid, signal.SIGKILL)

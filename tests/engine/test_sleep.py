@@ -186,7 +186,7 @@ async def test_calls_report_why_they_wait(
 ) -> None:
     client = lab.client
     monkeypatch.setattr(holds, "PATIENCE", 0.1)
-    monkeypatch.setattr(client._pool.driver.fabric, "holds", holds.Holds())
+    monkeypatch.setattr(client.pool.driver.fabric, "holds", holds.Holds())
 
     async def error() -> str:
         with pytest.raises(sglrl.DeadlineExceeded) as raised:
@@ -260,7 +260,7 @@ async def test_lost_worker(lab: Lab) -> None:
     os.kill(client.workers[0].pid, signal.SIGKILL)
     async with asyncio.timeout(300):
         while client.workers[0].state == "ready":
-            await client._pool.driver.change()
+            await client.pool.driver.change()
     with pytest.raises(sglrl.DeadlineExceeded):
         await client.wait_until_full(1)
     assert client.workers[0].state == "lost"
@@ -281,7 +281,7 @@ async def test_sleep_while_a_worker_is_replaced(lab: Lab) -> None:
     os.kill(client.workers[0].pid, signal.SIGKILL)
     async with asyncio.timeout(300):
         while client.workers[0].state == "ready":
-            await client._pool.driver.change()
+            await client.pool.driver.change()
     await client.sleep()
     await check_asleep(lab, *BOTH)
     await client.wake()

@@ -40,7 +40,7 @@ async def test_a_trainer_on_another_host(models: Path) -> None:
                 lab.by_version[version] = policies[version]
                 await lab.check(PROMPTS[:2], 4)
             # The link fails, and both sides notice it.
-            senders = client._pool.weights._senders
+            senders = client.pool.weights._senders
             assert len(senders) == 1
             there.up = False
             lost = await asyncio.to_thread(trainer.ask, update=str(policies[0].folder))

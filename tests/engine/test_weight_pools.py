@@ -228,7 +228,7 @@ async def test_a_cancelled_update_leaves_the_old_weights(
     client = lab.client
     if phase == "join":
         # Without this the group exists already, and no member has to join.
-        await client._weights.close()
+        await client._control.sender.close()
     before = client.weight_version
     old = lab.current
     call = asyncio.ensure_future(client.generate(input_ids=PROMPTS[1], **WANTED))

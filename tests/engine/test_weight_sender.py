@@ -193,7 +193,7 @@ async def test_a_sender_does_not_wait_in_vain(
         await sender.update(weights)
     # This driver is alive but processes no messages.
     sender = await Sender.connect(lab.client.weights_address)
-    monkeypatch.setattr(lab.client._pool.weights, "on_peer", lambda identity, frames: True)
+    monkeypatch.setattr(lab.client.pool.weights, "on_peer", lambda identity, frames: True)
     monkeypatch.setattr(remote_sender, "LEAST_SILENCE", 0.1)
     with pytest.raises(sglrl.WeightUpdateError, match=r"no message .* for 0\.2 s; connect again"):
         await sender.update(weights, timeout=0.2)
@@ -237,7 +237,7 @@ async def test_a_sender_that_is_never_closed(lab: Lab) -> None:
 async def test_a_connected_client_has_the_version_of_its_own_update(lab: Lab, way: str) -> None:
     """The status message with the new version may arrive after the update's report."""
     async with sglrl.connect(lab.client.address) as other:
-        other._running().on_news = lambda: None  # type: ignore[attr-defined]
+        other.requests.driver.on_news = lambda: None  # type: ignore[attr-defined]
         if way == "files":
             report = await other.update_weights_from_disk(folder(lab, 1))
         else:
@@ -336,7 +336,7 @@ async def test_the_client_is_gone(models: Path) -> None:
         weights, gate = gated(policies[1].model.state_dict())
         update = asyncio.ensure_future(sender.update(weights))
         await gate.reached()
-        client._pool.driver.transport.close()
+        client.pool.driver.transport.close()
         with pytest.raises(sglrl.WeightUpdateError, match="the client has ended"):
             await update
         gate.open()

@@ -315,7 +315,7 @@ async def test_a_manifest_is_looked_at_again_when_it_changes(lab: Lab) -> None:
 async def test_two_updates_at_a_time_keep_their_own_manifests(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sender = lab.client._weights
+    sender = lab.client._control.sender
     ending = sender._ending
 
     async def later(*args: Any) -> Any:

@@ -16,19 +16,16 @@ from typing import Any, cast
 
 import msgspec
 
+from sglrl.client.client import Client
 from sglrl.config import FabricConfig
+from sglrl.control.pool_control import PoolControl
 from sglrl.core.driver_listener import DriverListener
 from sglrl.core.members import READY
 from sglrl.driver.driver import Driver
 from sglrl.driver.worker_info import WorkerInfo
-from sglrl.inference.adapters import PoolAdapters
-from sglrl.inference.client import Client
-from sglrl.inference.engine_controls import PoolPausing
-from sglrl.inference.sleeping import PoolSleeping
 from sglrl.remote.server import PoolServer
 from sglrl.transport.memory import MemoryDealer, MemoryRouter
 from sglrl.weights.channel import WeightChannel
-from sglrl.weights.local_sender import LocalSender
 from sglrl.wire.calls import PROTOCOL_VERSION, Cancel, Item, ItemKind, Load, Ready, Results, Submit
 from sglrl.wire.codec import decode_to_rank, decode_to_worker, encode
 from sglrl.wire.engine import GenerateArgs, ScoreArgs, TokenChunk
@@ -239,18 +236,8 @@ class Pool(DriverListener):
 
     def client(self) -> Client:
         pool = cast(Any, self)
-        sender, serve = LocalSender(self.weights), partial(PoolServer, pool)
-        pausing = PoolPausing(pool)
-        return Client(
-            pool,
-            model="none",
-            timeout=None,
-            sender=sender,
-            pausing=pausing,
-            sleeping=PoolSleeping(pool),
-            adapters=PoolAdapters(pool, lambda worker, reason: None),
-            serve=serve,
-        )
+        control, serve = PoolControl(pool), partial(PoolServer, pool)
+        return Client(pool, control, model="none", timeout=None, serve=serve)
 
 
 @contextlib.contextmanager

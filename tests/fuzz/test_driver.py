@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from sglrl.client.client import Client
 from sglrl.core.invariants import validate
 from sglrl.errors import SglrlError
-from sglrl.inference.client import Client
 from sglrl.inference.completion import Completion
 from sglrl.weights.update_report import UpdateReport
 from sglrl.weights.update_request import UpdateRequest

@@ -10,10 +10,10 @@ import pytest
 
 from sglrl.actors.actor import Actor, endpoint, endpoints_of
 from sglrl.actors.handles import StreamCaller, Target, UnaryCaller
+from sglrl.client.client import Client
 from sglrl.core.driver_listener import DriverListener
 from sglrl.driver.driver import Driver
 from sglrl.errors import ProtocolError
-from sglrl.inference.client import Client
 from sglrl.transport.base import MOST_UNREAD
 from sglrl.transport.memory import MemoryDealer, MemoryRouter
 from sglrl.wire.calls import PROTOCOL_VERSION, Item, ItemKind, Ready, Results, Starting
@@ -32,7 +32,7 @@ async def client() -> AsyncIterator[Client]:
 
 @pytest.fixture
 def pool(client: Client) -> Pool:
-    return cast(Pool, client._pool)
+    return cast(Pool, client.pool)
 
 
 async def held(pool: Pool, count: int) -> list[int]:

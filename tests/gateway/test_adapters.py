@@ -105,7 +105,7 @@ async def test_load_and_unload(
     folder = str(tmp_path / "adapter")
     async with sglrl.connect(pool.address) as remote:
         assert (await remote.load_lora("f", "~/adapter")).name == "f"
-        with pytest.raises(sglrl.UsageError, match="not folders are loaded"):
+        with pytest.raises(sglrl.UsageError, match="adapter= must be a folder"):
             await remote.load_lora("g", tensors(), config=CONFIG)
         with pytest.raises(sglrl.UsageError, match="'f'"):
             await remote.load_lora("f", Path(folder))
@@ -242,4 +242,4 @@ async def test_clients_in_other_processes(pool: sglrl.Client) -> None:
     async with sglrl.connect(pool.address) as remote:
         with pytest.raises(sglrl.UsageError, match="listed by the process that launched"):
             _ = remote.loras
-        assert await remote._adapters.all() == pool.loras
+        assert {one.name: one for one in await remote.list_loras()} == pool.loras

@@ -98,7 +98,7 @@ def worker_there(client: sglrl.Client) -> sglrl.WorkerInfo:
 async def until(client: sglrl.Client, worker: int, state: str) -> None:
     async with asyncio.timeout(SECONDS):
         while client.workers[worker].state != state:
-            await client._pool.driver.change()  # type: ignore[union-attr]
+            await client.pool.driver.change()  # type: ignore[union-attr]
 
 
 def fail(here: Host, there: Host, how: str, *, fails: bool) -> None:
@@ -167,7 +167,7 @@ async def test_a_worker_that_dies_while_it_is_away(monkeypatch: pytest.MonkeyPat
             there.up = True
             async with asyncio.timeout(SECONDS):
                 while client.workers[dies.id].pid == dies.pid:
-                    await client._pool.driver.change()  # type: ignore[union-attr]
+                    await client.pool.driver.change()  # type: ignore[union-attr]
             await client.wait_until_full(SECONDS)
             before = [worker.pid for worker in client.workers]
             await asyncio.sleep(2 * 3.0)

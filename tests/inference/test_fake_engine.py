@@ -145,7 +145,7 @@ async def test_bad_requests_are_never_sent(client: sglrl.Client) -> None:
     for values, says in BAD:
         with pytest.raises(sglrl.InvalidRequest, match=says):
             await client.generate(**values)
-        assert client._pool.driver.fabric._next_id == 0, values
+        assert client.pool.driver.fabric._next_id == 0, values
     with pytest.raises(sglrl.UsageError, match="no worker 2"):
         await client.generate(input_ids=IDS, worker=2)
     with pytest.raises(sglrl.DeadlineExceeded):
@@ -289,7 +289,7 @@ async def test_scores_that_cannot_fit_a_message_are_not_asked_for() -> None:
     async with sglrl.launch("fake", engine="fake", max_message_bytes=20_000) as client:
         with pytest.raises(sglrl.MessageTooLarge, match="less top_logprobs"):
             await client.score([1] * 100, top_logprobs=30)
-        assert client._pool.driver.fabric._next_id == 0
+        assert client.pool.driver.fabric._next_id == 0
 
 
 async def test_what_is_done_on_another_loop() -> None:
@@ -428,7 +428,7 @@ def test_close_of_a_blocking_client_ends_calls_of_other_threads() -> None:
     ends: list[type[BaseException]] = []
 
     with sglrl.blocking("fake", engine="fake", tokens_per_step=1, step_seconds=0.01) as client:
-        client._client._tokenizer_box._tokenizer = tokenizer
+        client.source._tokenizer_box._tokenizer = tokenizer
 
         def call(**values: Any) -> None:
             try:
@@ -476,7 +476,7 @@ def test_a_blocking_session_is_closed_on_the_clients_thread(
         client.session(input_ids=IDS).close()
         with client.session(input_ids=IDS):
             pass
-        assert closed_on == [client._thread] * 2
+        assert closed_on == [client.thread] * 2
 
 
 async def test_a_stream_continues_after_several_killed_workers(tmp_path: Path) -> None:
@@ -553,7 +553,7 @@ async def test_many_calls_of_one_turn_go_out_in_pieces(
 ) -> None:
     """A worker begins with the first calls while the others are built."""
     async with sglrl.launch("fake", engine="fake", replicas=replicas, tokens_per_step=4) as client:
-        driver = client._driver
+        driver = client.requests.driver
         assert driver is not None
         send, made = driver.transport.send, []
 

@@ -65,7 +65,7 @@ async def test_an_engine_without_hidden_states(monkeypatch: pytest.MonkeyPatch) 
             await client.generate(**WANTED)
         with pytest.raises(sglrl.InvalidRequest, match="must be True or False, got 1"):
             await client.generate(input_ids=[1], return_hidden_states=1)
-        assert client._pool.driver.fabric._next_id == 0
+        assert client.pool.driver.fabric._next_id == 0
         to_wire = SamplingParams.to_wire
 
         def wrong(*args: Any) -> Any:

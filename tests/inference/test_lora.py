@@ -141,7 +141,7 @@ async def test_a_worker_that_is_lost_during_a_load(
     client: sglrl.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The load ends on the other workers, and the replacement gets the adapter."""
-    driver = client._pool.driver
+    driver = client.pool.driver
     submit = driver.submit
 
     def kill_first(call: Any) -> None:
@@ -160,7 +160,7 @@ async def test_workers_that_start_during_a_load(
     client: sglrl.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One is new. The other one replaces a worker that had prepared the adapter."""
-    adapters: Any = client._adapters
+    adapters: Any = client._control.adapters
     submit = adapters._submit
 
     async def late(calls: Any) -> Any:
@@ -181,7 +181,7 @@ async def test_workers_that_start_during_a_load(
 async def test_a_worker_that_cannot_commit_is_replaced(
     client: sglrl.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driver = client._pool.driver
+    driver = client.pool.driver
     submit = driver.submit
 
     def spoil(call: Any) -> None:
@@ -229,7 +229,7 @@ async def test_a_client_in_another_process(client: sglrl.Client) -> None:
         assert made.lora_versions == ((0, 2, 1),)
         with pytest.raises(sglrl.UnknownAdapter, match="no adapter 'b' is loaded"):
             await remote.generate(input_ids=IDS, lora="b")
-        with pytest.raises(sglrl.UsageError, match="by the process that launched the pool"):
+        with pytest.raises(sglrl.UsageError, match="adapter= must be a folder"):
             await remote.load_lora("b", tensors(), config=CONFIG)
 
 

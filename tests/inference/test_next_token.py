@@ -73,8 +73,7 @@ async def test_a_lost_worker_is_survived(client: sglrl.Client) -> None:
 
 def readers(client: sglrl.Client) -> list[RowsReader]:
     """Return the readers of the memory that the driver shares with each worker, in worker order."""
-    assert client._driver is not None
-    found = client._driver._frames.readers
+    found = client.requests.driver._frames.readers
     return [found[member] for member in sorted(found, key=lambda member: member.index)]
 
 
@@ -128,8 +127,7 @@ async def test_rows_of_a_worker_that_was_killed(client: sglrl.Client) -> None:
     first, _ = readers(client)
     found = [await client.next_token_logprobs([i], worker=0) for i in range(5)]
     assert first.held == 5
-    assert client._driver is not None
-    news = asyncio.ensure_future(client._driver.change())
+    news = asyncio.ensure_future(client.requests.driver.change())
     await asyncio.sleep(0)
     os.kill(client.workers[0].pid, signal.SIGKILL)
     await news

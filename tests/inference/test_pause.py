@@ -84,7 +84,7 @@ async def test_a_replacement_is_paused_too(client: sglrl.Client) -> None:
     os.kill(client.workers[0].pid, signal.SIGKILL)
     async with asyncio.timeout(300):
         while client.workers[0].state == "ready":
-            await client._running().change()
+            await client.requests.driver.change()
     await client.wait_until_full()
     (added,) = await client.add_workers()
     with pytest.raises(sglrl.DeadlineExceeded):
@@ -188,7 +188,7 @@ async def test_a_turn_that_went_on_is_one_from_its_beginning(client: sglrl.Clien
     os.kill(victim.pid, signal.SIGKILL)
     async with asyncio.timeout(300):
         while not any(w.load for w in client.workers if w.id != victim.id):
-            await client._running().change()
+            await client.requests.driver.change()
     before = now()
     assert await client.abort() == 1
     made = await turn

@@ -157,7 +157,7 @@ async def test_wrong_values_are_never_sent(
         await client.generate(input_ids=IDS, **values)
     with pytest.raises(sglrl.InvalidRequest, match=says):
         client.session(input_ids=IDS, **values)
-    assert client._pool.driver.fabric._next_id == 0
+    assert client.pool.driver.fabric._next_id == 0
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ async def test_what_limits_the_tokens(client: sglrl.Client, values: dict[str, An
 async def test_temperatures_of_scores(client: sglrl.Client, temperature: Any) -> None:
     with pytest.raises(sglrl.InvalidRequest, match="temperature"):
         await client.score(IDS, temperature=temperature)
-    assert client._pool.driver.fabric._next_id == 0
+    assert client.pool.driver.fabric._next_id == 0
     found = await client.score(IDS, temperature=4, top_logprobs=2)
     plain = await client.score(IDS, top_logprobs=2)
     np.testing.assert_allclose(found.logprobs, plain.logprobs / 4)

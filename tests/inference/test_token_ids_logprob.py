@@ -129,7 +129,7 @@ async def test_wrong_values_are_never_sent(client: sglrl.Client, value: Any, say
         await client.generate(input_ids=IDS, token_ids_logprob=value)
     with pytest.raises(sglrl.InvalidRequest, match=says):
         client.session(input_ids=IDS, token_ids_logprob=value)
-    assert client._pool.driver.fabric._next_id == 0
+    assert client.pool.driver.fabric._next_id == 0
 
 
 @pytest.mark.parametrize(

@@ -337,7 +337,7 @@ def test_new_weights_end_what_may_be_shared(
 ) -> None:
     asked = Counted(monkeypatch)
     model = AsyncSGLTransformer(fake, cache_size=3)
-    weights = fake._client._pool.weights
+    weights = fake.source.pool.weights
 
     async def run() -> None:
         fake.pause()
@@ -388,7 +388,7 @@ def test_queries_from_before_an_update_are_reset_too(
         fake.pause()
         old = asyncio.ensure_future(model.next_token_logprobs([1]))
         await asyncio.to_thread(asked.wait, 1)
-        for told in list(fake._client._pool.weights.on_version):
+        for told in list(fake.source.pool.weights.on_version):
             fake._loop.call_soon_threadsafe(told)  # type: ignore[union-attr]
         model.reset_async_queries()
         with pytest.raises(asyncio.CancelledError):

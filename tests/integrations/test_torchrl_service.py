@@ -246,7 +246,7 @@ def test_collective_rpc_is_for_declared_endpoints(replicas: AsyncSGLang) -> None
 
 def record_workers(service: AsyncSGLang, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Return a list that records the workers of all prompts from now on."""
-    client = service.client._client
+    client = service.client.source
     generate = client.generate
     found: list[int] = []
 

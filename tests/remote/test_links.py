@@ -128,7 +128,7 @@ async def test_a_worker_whose_connection_is_silent(monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(pool_module, "ZmqRouter", router)
         async with sglrl.launch("fake", **POOL) as client:
             # Each worker has one connection for calls and one for weights.
-            identity = client._pool._supervisor.workers[0].identity
+            identity = client.pool._supervisor.workers[0].identity
 
             def own() -> list[int]:
                 return [n for n, sent in proxy.beginnings.items() if identity in sent]

@@ -22,8 +22,8 @@ async def test_leaving_early_leaves_nothing(client: sglrl.Client) -> None:
         await run.take(1)
     async with asyncio.timeout(300):
         # The workers confirm that the calls have stopped.
-        while client._driver.fabric.calls:
-            await client._driver.idle()
+        while client.requests.driver.fabric.calls:
+            await client.requests.driver.idle()
     assert await run.take(1) == []
     with pytest.raises(sglrl.UsageError, match="begun once"):
         await run.__aenter__()
@@ -58,7 +58,7 @@ async def test_a_run_ends_when_its_pool_drains(client: sglrl.Client, connected: 
         await asyncio.sleep(0)
         tasks.create_task(client.close(drain=True))
         await asyncio.sleep(0)
-        assert client._pool.driver.fabric.refusing
+        assert client.pool.driver.fabric.refusing
         draining.set()
         with pytest.raises(sglrl.Closed):
             await run.take(1)

@@ -193,7 +193,7 @@ async def test_agents_that_speak_http(client: sglrl.Client, where: str) -> None:
 
 async def test_choices_of_requests_without_a_session(client: sglrl.Client) -> None:
     async def seeds(prompts: int, n: int, **values: Any) -> list[int | None]:
-        requests = client._started()
+        requests = client.requests
         prepared = requests.samplings.prepare(None, values)
         bodies = [np.array(PROMPT, "<i4").tobytes()] * prompts
         calls, _ = requests.samples(bodies, n, prepared, False, 0, None, None, 0, None, "")

@@ -112,7 +112,7 @@ class Storm:
 
         No table of the pool may hold a call.
         """
-        client, pool = self.client, self.client._pool
+        client, pool = self.client, self.client.pool
         await self.lab.check(count=4)
         fabric = pool.driver.fabric
         validate(fabric)
@@ -196,7 +196,7 @@ class Storm:
                 break
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(max(0.0, until - time.monotonic())):
-                    await self.client._pool.driver.change()
+                    await self.client.pool.driver.change()
             if time.monotonic() >= until:
                 return f"killed worker {worker.id}; its replacement does not copy weights"
         await asyncio.sleep(rng.uniform(0.0, 0.03))
@@ -391,7 +391,7 @@ class Storm:
             if states == {"stale"}:
                 self._note(await self.update_from_memory(random.Random(self.seed)))
                 continue
-            await self.client._pool.driver.change()
+            await self.client.pool.driver.change()
 
     def _note(self, text: str) -> None:
         self.events.append(f"{time.monotonic() - self._begun:8.3f} {text}")

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 import torch
 
 from ...api.blocking import BlockingClient, blocking
+from ...client.client import Client
 from ...core.seeds import derived_seed
 from ...errors import Closed, InvalidRequest, UsageError
-from ...inference.client import Client
 from ...inference.tokens import check_ids
 from .engine_loop import EngineLoop
 from .queries import Key, Queries
@@ -78,11 +78,11 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
     ) -> None:
         self.client = client
         if isinstance(client, BlockingClient):
-            loop, self._engine = client._loop, client._client
+            loop, self._engine = client.loop, client.source
             if loop is None:
                 raise Closed("the client is not running; use 'with sglrl.blocking(...) as client'")
         else:
-            loop, self._engine = client._running().loop, client
+            loop, self._engine = client.requests.driver.loop, client
         self.tokenizer = client.tokenizer
         found = token_bytes(self.tokenizer)
         self.byte_vocab = [Token(id_, token) for id_, token in enumerate(found)]
@@ -95,7 +95,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         self._vocab_size = client.info.vocab_size
         self._loop = EngineLoop(loop)
         self._queries = Queries(self._engine, self._loop, self._keep, top_k, timeout)
-        self._engine._pool.weights.on_version.add(self._on_version)
+        self._engine.pool.weights.on_version.add(self._on_version)
         # Otherwise Python's collector repeatedly scans the objects of torch and transformers and
         # these vocabularies. Each scan stops all threads for a third of a second.
         gc.collect()
@@ -141,7 +141,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
 
     def close(self) -> None:
         """Cancel all queries and drop all results. Close the engine if ``from_name`` started it."""
-        self._engine._pool.weights.on_version.discard(self._on_version)
+        self._engine.pool.weights.on_version.discard(self._on_version)
         # After this, a weight update no longer empties the cache.
         self.cache = None
         self.reset_async_queries()
@@ -307,7 +307,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         ids = check_ids(token_ids, self._vocab_size)
         if lora_name is None:
             return ids
-        requests = self._engine._started()
+        requests = self._engine.requests
         return ids, lora_name, requests.version(requests.lora(lora_name))
 
     def _stack(self, rows: list[torch.Tensor]) -> torch.Tensor:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ...client.client import Client
 from ...core.calls import Call
 from ...errors import Closed, SglrlError
-from ...inference.client import Client
 from ...inference.completion import NextTokenLogprobs
 from .deliveries import Deliveries, Outcome, Waiter
 from .engine_loop import EngineLoop
@@ -164,7 +164,7 @@ class Queries:
             query.waiters.append(waiter)
             try:
                 future: Any = query
-                requests = self._engine._started()
+                requests = self._engine.requests
                 ids, lora, _ = (key, "", 0) if isinstance(key, bytes) else key
                 query.call = requests.next_token_call(
                     ids, self._top_k, future, self._timeout, lora=lora and requests.lora(lora)
@@ -196,7 +196,7 @@ class Queries:
             self._deliveries.add(waiter, outcome)
 
     def _cancel(self) -> None:
-        driver = self._engine._driver
+        driver = self._engine.requests.driver
         for query in list(self.unanswered):
             if driver is not None and query.call is not None:
                 driver.cancel(query.call)

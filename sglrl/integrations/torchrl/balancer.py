@@ -113,7 +113,7 @@ class LoadBalancer:
         async def all_of_them() -> list[Any]:
             tasks = [
                 asyncio.ensure_future(
-                    client._client.generate(
+                    client.source.generate(
                         **{what: given}, worker=worker, **_with_seed(arguments, number)
                     )
                 )
@@ -125,7 +125,7 @@ class LoadBalancer:
                 for task in tasks:
                     task.cancel()
 
-        found: list[Any] = client._wait(all_of_them())
+        found: list[Any] = client.wait(all_of_them())
         return found
 
     def _select(self, prompt: Any, pending: dict[int, int], usage: dict[int, float]) -> int:

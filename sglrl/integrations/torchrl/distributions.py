@@ -18,7 +18,7 @@ def with_logits(client: BlockingClient, samples: Sequence[Sample]) -> list[Sampl
     The scored tokens are in the prefix cache, so each query computes a single position.
     """
     prefixes = [s.ids[:i].numpy() for s in samples for i in range(1, len(s.ids))]
-    found = iter(client._wait(_distributions(client._client, prefixes)))
+    found = iter(client.wait(_distributions(client.source, prefixes)))
     full = []
     for sample in samples:
         logits = torch.zeros(len(sample.ids), client.info.vocab_size)

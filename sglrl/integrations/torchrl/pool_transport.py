@@ -91,7 +91,7 @@ class SGLangCollectiveTransport:
         if self._client is None:
             self._client, self._owned = client_of(self.server_url, self)
         client = self._client
-        wanted = client._wait(client._client._pool.weights.describe(self.timeout))
+        wanted = client.wait(client.source.pool.weights.describe(self.timeout))
         self._known = {spec.name for spec in wanted.tensors}
         if model_metadata:
             check_metadata(fitted(flat(dict(model_metadata)), self._known), wanted)

@@ -256,7 +256,8 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         Returns:
             False if a replica had requests and kept its cache.
         """
-        return self.client.flush_cache()
+        emptied: bool = self.client.flush_cache()
+        return emptied
 
     reset_prefix_cache = flush_cache
 
@@ -400,7 +401,8 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         Raises:
             sglrl.UnknownEndpoint: ``method`` is not a declared endpoint.
         """
-        return self.client.broadcast(method, *args, timeout=timeout, **(kwargs or {}))
+        found: list[Any] = self.client.broadcast(method, *args, timeout=timeout, **(kwargs or {}))
+        return found
 
     def create_load_balancer(
         self,
@@ -418,7 +420,8 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
 
     def get_random_actor_index(self) -> int:
         """Return the index of a random ready replica."""
-        return random.choice([w.id for w in self.client.workers if w.state == "ready"])
+        ready: list[int] = [w.id for w in self.client.workers if w.state == "ready"]
+        return random.choice(ready)
 
     # --- life -------------------------------------------------------------------------------------
 

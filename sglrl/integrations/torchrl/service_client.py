@@ -84,7 +84,7 @@ def launch_arguments(
 
 def close(client: BlockingClient) -> None:
     """Close a client on any thread."""
-    if threading.current_thread() is client._thread:
+    if threading.current_thread() is client.thread:
         # The garbage collector may run on the client's thread, which cannot wait for itself.
         threading.Thread(target=client.close).start()
     else:

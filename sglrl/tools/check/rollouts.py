@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
+from ...client.client import Client
 from ...core.seeds import derived_seed
-from ...inference.client import Client
 from ...inference.completion import Completion
 from .tasks import SYSTEM_PROMPT, Task
 

@@ -17,8 +17,8 @@ from ... import __version__
 from ...actors.spawning import spawn
 from ...api.launching import launch
 from ...api.tiny_model import tiny_model
+from ...client.client import Client
 from ...errors import UsageError
-from ...inference.client import Client
 from ...rollouts import Group, Trajectory, rollout
 from ..display import is_live, quiet_transformers, stage, start_up
 from ..logprob_check import LogprobCheck, tolerance_for

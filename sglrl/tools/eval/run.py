@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 
 from ...api.launching import launch
+from ...client.client import Client
 from ...core.seeds import derived_seed
 from ...errors import EngineError, UsageError
-from ...inference.client import Client
 from ...inference.sampling import SamplingParams
 from ..display import is_live, stage, start_up
 from .items import Item, read_items
@@ -177,7 +177,7 @@ class _Run:
         prompt = {"prompt": None, "input_ids": None, "messages": None}
         prompt[item.kind] = item.fields[item.kind]
         with _naming(item):
-            requests = self._client._started()
+            requests = self._client.requests
             _, (ids,) = await requests.encode_prompts(**prompt, template=self._settings.template)
         return np.frombuffer(ids, "<i4")
 

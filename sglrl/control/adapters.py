@@ -12,10 +12,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
 import msgspec
 from msgspec import Raw
@@ -24,9 +25,11 @@ from ..actors.actor import Actor, EndpointSpec, endpoint, endpoints_of
 from ..config import check_timeout
 from ..core.calls import Call
 from ..core.driver_listener import DriverListener
+from ..core.policy_versions import MODEL
 from ..driver.driver import Driver
 from ..driver.gathering import submit_all
-from ..driver.port import PoolPort
+from ..driver.pool import Pool
+from ..driver.threads import in_thread
 from ..errors import (
     Closed,
     EngineError,
@@ -39,12 +42,13 @@ from ..weights.deadline import Deadline, turn
 from ..weights.update_report import UpdateReport
 from ..weights.update_request import UpdateRequest
 from ..weights.verification import BaseCheck
-from ..wire.adapters import LoraCommit, LoraKeep, LoraPart, LoraPrepare
+from ..wire.adapters import LoraCommit, LoraInfo, LoraKeep, LoraPart, LoraPrepare
 from ..wire.codec import encode
 from ..wire.engine import EngineInfo
 from ..wire.weights import ModelDescription
-from .engine_controls import urgent_call
-from .threads import in_thread
+from .client_base import ClientBase
+from .engine_calls import urgent_call
+from .operations import operation
 
 logger = logging.getLogger("sglrl.weights")
 
@@ -54,93 +58,112 @@ _LONGEST_NAME: Final = 256
 _INFLIGHT: Final = ("continue", "retract", "abort")
 
 
-class LoraInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A loaded LoRA adapter.
-
-    Attributes:
-        version: 0 for the first adapter that was loaded under this name. Each replacement and each
-            new load has a larger version.
-        rank: the rank of its matrices.
-        scaling: the factor of its update of a module, ``lora_alpha / r``.
-        target_modules: the last parts of the names of the modules that it changes.
-        bytes: the size of its tensors.
-    """
-
-    name: str
-    version: int
-    rank: int
-    scaling: float
-    target_modules: tuple[str, ...]
-    bytes: int
-
-
-class AdapterPort(Protocol):
-    """The adapters of a pool. ``PoolAdapters`` implements it for a local pool."""
+class LoraMethods(ClientBase):
+    """The methods of ``Client`` that load and unload LoRA adapters."""
 
     @property
-    def loaded(self) -> Mapping[str, LoraInfo]:
+    def loras(self) -> dict[str, LoraInfo]:
         """The loaded adapters by name.
 
         Raises:
-            UsageError: another process has launched the pool.
+            UsageError: another process has launched the pool. Await ``list_loras`` there.
         """
-        ...
+        return dict(self._control.adapters.loaded)
 
     @property
-    def versions(self) -> Mapping[str, int]:
-        """The last version of each adapter that was ever loaded, by name."""
-        ...
+    def policy_versions(self) -> dict[str, int]:
+        """The current version of the model, with the name "", and of each adapter by its name.
 
-    async def all(self) -> dict[str, LoraInfo]:
-        """Return the loaded adapters by name. A client in another process asks the pool."""
-        ...
+        A client in another process has the versions of the pool's latest message.
+        """
+        return {MODEL: self.pool.weights.version, **self._control.adapters.versions}
 
-    async def start(self, driver: Driver, info: EngineInfo) -> None:
-        """The pool has started."""
-        ...
+    @operation(urgent=True)
+    async def list_loras(self) -> list[LoraInfo]:
+        """Return the loaded adapters. Unlike ``loras``, it works in every process."""
+        return [*self._control.adapters.loaded.values()]
 
-    def check(self, name: Any) -> str:
-        """Return the name of an adapter.
+    @operation
+    async def load_lora(
+        self,
+        name: str,
+        adapter: str | os.PathLike[str] | Any,
+        *,
+        config: Any = None,
+        timeout: float = 60.0,
+    ) -> LoraInfo:
+        """Load a LoRA adapter on all workers, for ``generate(..., lora=name)``.
+
+        Workers that start later load it before they serve. ``update_weights(..., lora=name)``
+        replaces it. Requests of different adapters, and of none, run in the same batch. Adapters
+        and their versions do not share KV cache.
+
+        The engine must be launched with ``enable_lora=True``, ``max_lora_rank=`` and
+        ``lora_target_modules=``, or with ``lora_paths=``. A client of ``sglrl.connect`` loads
+        folders, which the process that launched the pool must be able to read.
+
+        Args:
+            name: text of 1 to 256 characters.
+            adapter: a folder that PEFT saved (``adapter_config.json``,
+                ``adapter_model.safetensors``), a ``PeftModel``, or the adapter's tensors by PEFT's
+                names: a mapping, a TensorDict or an iterable of (name, tensor).
+            config: PEFT's ``LoraConfig``, or a mapping of its fields. ``r`` and ``lora_alpha`` are
+                required. The engine takes the modules from the names of the tensors, and fields
+                that select modules must select all of them. None: the one of the folder or of the
+                ``PeftModel``.
+            timeout: seconds from this call until all workers must have prepared the adapter.
 
         Raises:
-            UnknownAdapter: it is not loaded.
+            InvalidAdapter: the configuration is missing or not supported, names, shapes or the
+                rank do not fit the engine, or the engine would not compute the same as the
+                ``PeftModel``. No worker has the adapter.
+            InvalidWeights: a value is not finite.
+            UsageError: the name is in use, the engine takes no adapters, or ``max_loaded_loras``
+                are loaded.
+            DeadlineExceeded, UpdateInProgress: it took too long. No worker has the adapter.
+            WorkerLost: no worker is left.
         """
-        ...
+        return await self._control.part(PoolAdapters).load(name, adapter, config, timeout)
 
-    def route_version(self, name: str, version: int) -> int:
-        """Return a number that differs for two calls if their KV cache differs."""
-        ...
+    @operation
+    async def unload_lora(self, name: str, *, timeout: float = 60.0) -> None:
+        """Unload an adapter on all workers.
 
-    async def load(self, name: Any, adapter: Any, config: Any, timeout: float) -> LoraInfo: ...
+        New calls with this adapter raise ``UnknownAdapter`` at once. Its running calls end with
+        ``UnknownAdapter``.
 
-    async def replace(
-        self, name: Any, adapter: Any, config: Any, request: UpdateRequest
-    ) -> UpdateReport: ...
+        Args:
+            timeout: seconds from this call until the workers must have unloaded it. A worker that
+                is late is killed, and replaced by a worker without the adapter.
 
-    async def unload(self, name: Any, timeout: float) -> None: ...
+        Raises:
+            UnknownAdapter: no such adapter is loaded.
+            UpdateInProgress: another load was still running after ``timeout`` seconds.
+        """
+        await self._control.part(PoolAdapters).unload(name, timeout)
 
 
-class _Endpoints(Actor):
-    """The endpoints of ``workers/mailbox.py``. ``wire/engine.py`` documents their arguments."""
+class LoraEndpoints(Actor):
+    """Endpoints of an engine worker. ``wire/adapters.py`` documents their arguments."""
 
     @endpoint
     async def lora_part(self) -> None:
-        raise NotImplementedError  # served by workers/mailbox.py
+        raise NotImplementedError  # served by the worker's engine
 
     @endpoint
     async def lora_prepare(self) -> None:
-        raise NotImplementedError  # served by workers/mailbox.py
+        raise NotImplementedError  # served by the worker's engine
 
     @endpoint
     async def lora_commit(self) -> float:
-        raise NotImplementedError  # served by workers/mailbox.py
+        raise NotImplementedError  # served by the worker's engine
 
     @endpoint
     async def lora_keep(self) -> None:
-        raise NotImplementedError  # served by workers/mailbox.py
+        raise NotImplementedError  # served by the worker's engine
 
 
-_SPECS: Final[dict[str, EndpointSpec]] = endpoints_of(_Endpoints)
+_SPECS: Final[dict[str, EndpointSpec]] = endpoints_of(LoraEndpoints)
 
 
 class _Order(NamedTuple):
@@ -163,15 +186,12 @@ class PoolAdapters(DriverListener):
     """The adapters of this process's pool.
 
     Args:
-        expel: ``expel(worker, reason)`` kills a worker's processes.
         initial: adapters to load at the start: folders by name.
     """
 
-    def __init__(
-        self, pool: PoolPort, expel: Any, initial: Mapping[str, Any] | None = None
-    ) -> None:
+    def __init__(self, pool: Pool, initial: Mapping[str, Any] | None = None) -> None:
         self._pool = pool
-        self._expel = expel
+        self._expel = pool.expel
         self._initial = initial or {}
         self._driver: Driver
         self._info: EngineInfo
@@ -187,12 +207,10 @@ class PoolAdapters(DriverListener):
     def loaded(self) -> Mapping[str, LoraInfo]:
         return {name: one.info for name, one in self._loaded.items()}
 
-    async def all(self) -> dict[str, LoraInfo]:
-        return dict(self.loaded)
-
-    async def start(self, driver: Driver, info: EngineInfo) -> None:
-        self._driver, self._info = driver, info
-        driver.add_listener(self)
+    async def start(self) -> None:
+        assert self._pool.engine is not None
+        self._driver, self._info = self._pool.driver, self._pool.engine
+        self._driver.add_listener(self)
         for name, folder in self._initial.items():
             await self.load(name, folder, None, 600.0)
 

@@ -8,17 +8,37 @@ from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 from ..config import check_target
+from ..control.client_base import ClientBase, not_started
 from ..driver.gathering import submit_all
 from ..errors import InvalidRequest
-from .client_base import ClientBase
-from .completion import NextTokenLogprobs, ScoreLogprobs, Scores
-from .number_checks import check_number
-from .prompts import check_given_ids
-from .tokens import TokenIds, check_ids
+from ..inference.completion import NextTokenLogprobs, ScoreLogprobs, Scores
+from ..inference.number_checks import check_number
+from ..inference.prompts import check_given_ids
+from ..inference.requests import Requests
+from ..inference.tokens import TokenIds, check_ids
+from ..wire.engine import EngineInfo
 
 
 class ScoreMethods(ClientBase):
     """The logprob methods of ``Client``."""
+
+    _requests: Requests | None = None
+
+    @property
+    def requests(self) -> Requests:
+        """The parts of sglrl that call the engines for this client use this. Users need not.
+
+        Raises:
+            Closed: the client has not started.
+        """
+        if self._requests is None:
+            raise not_started()
+        return self._requests
+
+    @property
+    def info(self) -> EngineInfo:
+        """The loaded model: vocabulary, context length, dtype, device, ..."""
+        return self.requests.info
 
     @overload
     async def score(  # type: ignore[overload-overlap]
@@ -109,7 +129,7 @@ class ScoreMethods(ClientBase):
             pass; ``.versions`` lists them. With "retract", "abort" or "drain", all positions have
             one version.
         """
-        requests = self._started()
+        requests = self.requests
         deadline = requests.deadline(timeout)
         several, prompts = check_given_ids(input_ids, requests.vocab_size)
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
@@ -162,7 +182,7 @@ class ScoreMethods(ClientBase):
                 or ``top_k``.
             Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: see ``sglrl.errors``.
         """
-        requests = self._started()
+        requests = self.requests
         if worker is not None or priority or type(priority) is not int:
             priority, worker, _ = check_target(priority, worker, None)
         checked = check_ids(ids, requests.vocab_size)

@@ -6,31 +6,29 @@ import os
 from typing import Any
 
 from ..errors import UsageError
-from ..weights.local_sender import TensorMetadata
-from ..weights.port import WeightSender
+from ..weights.local_sender import LocalSender, TensorMetadata
 from ..weights.update_report import UpdateReport
 from ..weights.update_request import UpdateRequest
 from ..weights.verification import differing_tensors
-from .adapters import AdapterPort
+from ..wire.weights import ModelDescription, Shard
+from .adapters import PoolAdapters
 from .client_base import ClientBase
+from .operations import operation
 
 
 class WeightMethods(ClientBase):
-    """The weight methods of ``Client``. The client sets these attributes."""
-
-    _weights: WeightSender
-    _adapters: AdapterPort
+    """The methods of ``Client`` that update and compare weights."""
 
     @property
     def weight_version(self) -> int:
         """Policy version of the workers' weights: 0 after loading, then that of the last update."""
-        return self._pool.weights.version
+        return self.pool.weights.version
 
     @property
     def weights_address(self) -> str:
         """The address for ``sglrl.weights.Sender.connect`` in a trainer. It contains a secret."""
         self._running()
-        return self._pool.weights.address
+        return self.pool.weights.address
 
     async def update_weights(
         self,
@@ -133,15 +131,18 @@ class WeightMethods(ClientBase):
         if lora is None:
             if config is not None:
                 raise UsageError("config= is for an adapter: give its name with lora=")
-            return await self._weights.update(weights, request, device=device, host=host)
+            return await self._control.sender.update(weights, request, device=device, host=host)
         unused = (mode, partial, same_version, bucket_bytes, drain_timeout, device, host)
         if unused != ("auto", False, False, None, 600.0, None, None):
             raise UsageError(
                 "mode, partial, same_version, bucket_bytes, drain_timeout, device and host are not "
                 "for lora="
             )
-        return await self._adapters.replace(lora, weights, config, request)
+        if not self._control.is_local:
+            raise UsageError("adapters are replaced by the process that launched the pool")
+        return await self._control.part(PoolAdapters).replace(lora, weights, config, request)
 
+    @operation
     async def update_weights_from_disk(
         self,
         path: str | os.PathLike[str],
@@ -164,7 +165,6 @@ class WeightMethods(ClientBase):
         Raises:
             ModelError: the folder has no such files.
         """
-        self._running()
         request = UpdateRequest(
             specs=[],
             version=version,
@@ -176,7 +176,7 @@ class WeightMethods(ClientBase):
             wait=wait,
             check_finite=check_finite,
         )
-        return await self._weights.update_from_disk(path, request)
+        return await self._control.part(LocalSender).update_from_disk(path, request)
 
     async def connect_weights(
         self, *, device: Any = None, host: str | None = None, timeout: float = 60.0
@@ -197,7 +197,7 @@ class WeightMethods(ClientBase):
             SettingsMismatch, WeightUpdateError, WorkerLost: as for ``update_weights``.
         """
         self._running()
-        return await self._weights.connect(device, host, timeout)
+        return await self._control.sender.connect(device, host, timeout)
 
     async def model_metadata(self, *, timeout: float = 60.0) -> dict[str, TensorMetadata]:
         """Return dtype and shape of every tensor of the loaded model, by Hugging Face name.
@@ -208,7 +208,7 @@ class WeightMethods(ClientBase):
             timeout: seconds from this call until a worker must have answered.
         """
         self._running()
-        found = await self._pool.weights.describe(timeout)
+        found = await self.pool.weights.describe(timeout)
         return {spec.name: TensorMetadata(spec.dtype, spec.shape) for spec in found.tensors}
 
     async def verify_weights(self, weights: Any, *, timeout: float = 300.0) -> list[str]:
@@ -229,4 +229,14 @@ class WeightMethods(ClientBase):
             InvalidWeights: names or shapes do not fit the model.
         """
         self._running()
-        return await differing_tensors(self._pool.weights, weights, timeout)
+        return await differing_tensors(self.pool.weights, weights, timeout)
+
+    @operation
+    async def _describe(self, *, timeout: float | None) -> ModelDescription:
+        return await self.pool.weights.describe(timeout)
+
+    @operation
+    async def _checksums(
+        self, names: list[str], *, timeout: float | None
+    ) -> list[tuple[tuple[int, int], list[Shard]]]:
+        return [*(await self.pool.weights.checksums(names, timeout)).items()]

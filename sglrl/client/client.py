@@ -12,42 +12,44 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack, overload
+from typing import Any, Literal, Self, Unpack, overload
 
 from ..config import check_target
+from ..control.adapters import LoraMethods
+from ..control.client_base import Control, RemoteServer, not_started
+from ..control.engines import EngineMethods
+from ..control.pausing import PauseMethods
+from ..control.sleeping import SleepMethods
+from ..control.weights import WeightMethods
+from ..control.workers import WorkerMethods
 from ..core.prefixes import Route
 from ..driver.gathering import submit_all
 from ..driver.port import PoolPort
-from ..driver.worker_info import WorkerInfo, describe
+from ..driver.worker_info import describe
 from ..errors import InvalidRequest
-from ..weights.port import WeightSender
-from ..wire.engine import EngineInfo
-from .adapters import AdapterPort
-from .client_base import RemoteServer, not_started
-from .completion import Completion
-from .completion_parser import CompletionParser, completion_parser
-from .control_methods import ControlMethods
-from .engine_controls import Pausing
-from .inspection_methods import InspectionMethods
-from .lora_methods import LoraMethods
-from .options import GenerateOptions, MessageOptions, SamplingOptions
-from .prompts import Message, as_messages, check_given_ids, template_arguments
-from .requests import Requests
-from .sampling import SamplingParams
-from .score_methods import ScoreMethods
-from .sleep_methods import SleepMethods
-from .sleeping import Sleeping
-from .stream import Stream
-from .tokens import TokenIds, TokenizerBox, check_ids
-from .tool_choice import ToolChoice
-from .weight_methods import WeightMethods
-
-if TYPE_CHECKING:
-    from ..sessions.session import Session
+from ..inference.completion import Completion
+from ..inference.completion_parser import CompletionParser, completion_parser
+from ..inference.options import GenerateOptions, MessageOptions, SamplingOptions
+from ..inference.prompts import Message, as_messages, check_given_ids, template_arguments
+from ..inference.requests import Requests
+from ..inference.sampling import SamplingParams
+from ..inference.stream import Stream
+from ..inference.tokens import TokenIds, TokenizerBox, check_ids
+from ..inference.tool_choice import ToolChoice
+from ..sessions.session import Session
+from ..sessions.session_spec import SessionSpec
+from ..wire.processes import ClientKeys
+from .scores import ScoreMethods
 
 
 class Client(
-    LoraMethods, WeightMethods, ControlMethods, SleepMethods, InspectionMethods, ScoreMethods
+    ScoreMethods,
+    LoraMethods,
+    WeightMethods,
+    PauseMethods,
+    SleepMethods,
+    EngineMethods,
+    WorkerMethods,
 ):
     """Generates with a pool of engine workers. ``sglrl.launch`` returns one.
 
@@ -60,57 +62,43 @@ class Client(
     def __init__(
         self,
         pool: PoolPort,
+        control: Control,
         *,
         model: str,
         tokenizer: str = "",
         trust_tokenizer: bool = False,
         timeout: float | None,
-        sender: WeightSender,
-        pausing: Pausing,
-        sleeping: Sleeping,
-        adapters: AdapterPort,
         weight_device: Any = None,
         serve: Callable[[Client], RemoteServer] | None = None,
         prepare: Callable[[Client], Awaitable[None]] | None = None,
     ) -> None:
-        super().__init__(pool)
+        super().__init__(pool, control, timeout)
         self._prepare = prepare
         self._weight_device = weight_device
-        self._timeout = timeout
         self.model = model
         """The model's folder, or its name on the Hugging Face hub."""
         self._tokenizer_box = TokenizerBox(tokenizer or model, trust_tokenizer)
         self._serve = serve
-        self._pausing = pausing
-        self._sleeping = sleeping
-        self._adapters = adapters
-        self._weights = sender
 
     async def __aenter__(self) -> Self:
         if self._prepare is not None:
             await self._prepare(self)
-        await self._pool.enter()
-        self._driver = self._pool.driver
-        self._pausing.start()
-        self._sleeping.start()
-        info = self._pool.engine
+        await self.pool.enter()
+        self._driver = self.pool.driver
+        info = self.pool.engine
         assert info is not None
         if not self.model:
             self.model = info.model
             self._tokenizer_box.model = info.tokenizer or info.model
         self._tokenizer_box.fake = not info.sglang_version
+        adapters = self._control.adapters
         self._requests = Requests(
-            self._driver,
-            info,
-            self._tokenizer_box,
-            self._pool.weights,
-            self._timeout,
-            self._adapters,
+            self._driver, info, self._tokenizer_box, self.pool.weights, self.timeout, adapters
         )
         if self._serve is not None:
             self._server = self._serve(self)
         try:
-            await self._adapters.start(self._driver, info)
+            await self._control.start()
             if self._weight_device is not None:
                 await self.connect_weights(device=self._weight_device)
         except BaseException:
@@ -121,7 +109,7 @@ class Client(
     def __await__(self) -> Generator[Any, None, Self]:
         """Start the client without a block. ``close()`` or the exit of the program closes it."""
         yield from self.__aenter__().__await__()
-        self._pool.closes_at_exit()
+        self.pool.closes_at_exit()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -148,22 +136,12 @@ class Client(
         """
         if self._driver is not None and self._driver.is_copied:
             return
-        await self._pool.close(drain=drain, timeout=timeout)
-        await self._weights.close()
+        await self.pool.close(drain=drain, timeout=timeout)
+        await self._control.sender.close()
         if self._server is not None:
             await self._server.close()
 
     # --- state ------------------------------------------------------------------------------------
-
-    @property
-    def info(self) -> EngineInfo:
-        """The loaded model: vocabulary, context length, dtype, device, ..."""
-        return self._started().info
-
-    @property
-    def workers(self) -> list[WorkerInfo]:
-        """The ``id``, ``pid``, ``state``, ``weight_version``, ``device``, load of every worker."""
-        return self._pool.workers
 
     @property
     def tokenizer(self) -> Any:
@@ -176,6 +154,14 @@ class Client(
         if self._server is None:
             raise not_started()
         return self._server.address
+
+    @property
+    def entry(self) -> tuple[str, ClientKeys | None, bool, float | None]:
+        """See ``RemoteServer``. Raises ``Closed`` unless the client is open."""
+        if self._server is None:
+            raise not_started()
+        self._running()
+        return self._server.entry
 
     # --- generate ---------------------------------------------------------------------------------
 
@@ -302,9 +288,9 @@ class Client(
                 or a sampling value.
             Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: see ``sglrl.errors``.
         """
-        requests = self._started()
+        requests = self.requests
         deadline = None
-        if timeout is not None or self._timeout is not None:
+        if timeout is not None or self.timeout is not None:
             deadline = requests.deadline(timeout)
         prepared = requests.samplings.prepare(sampling, values)
         if logprobs is not True and logprobs is not False:
@@ -402,7 +388,7 @@ class Client(
         """
         prompt, messages = as_messages(prompt, messages)
         return Stream(
-            self._started,
+            lambda: self.requests,
             prompt=prompt,
             input_ids=input_ids,
             messages=messages,
@@ -465,12 +451,9 @@ class Client(
         Raises:
             InvalidRequest: an argument is wrong.
         """
-        from ..sessions.session import Session
-        from ..sessions.session_spec import SessionSpec
-
         return Session(
             SessionSpec(
-                self,
+                self.requests,
                 prompt,
                 messages=messages,
                 input_ids=input_ids,

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterable
-from typing import Final, Protocol
+from collections.abc import AsyncIterator, Collection, Iterable
+from typing import Final, Literal, Protocol
 
-from ..actors.actor import Actor as _Actor
-from ..actors.actor import EndpointSpec, endpoint, endpoints_of
+from ..actors.actor import Actor, EndpointSpec, endpoint, endpoints_of
 from ..config import check_timeout
 from ..core.driver_listener import DriverListener
 from ..core.members import DRAINING, STALE, STARTING, SYNCING
@@ -17,12 +16,14 @@ from ..errors import DeadlineExceeded, UsageError, WeightsLost
 from ..weights.channel import WeightChannel
 from ..weights.deadline import Deadline
 from ..wire.engine import SLEEP_TAGS, EngineInfo
-from .engine_controls import ask_all, tell
+from .client_base import ClientBase
+from .engine_calls import ask_all, tell
+from .operations import operation
 
 _MODES: Final = ("retract", "drain", "abort")
 
 
-class _Sleeper(_Actor):
+class SleepEndpoints(Actor):
     """The endpoint of an engine worker.
 
     It is not idempotent, so a call is not retried on a replacement worker, which starts only when
@@ -31,27 +32,77 @@ class _Sleeper(_Actor):
 
     @endpoint
     async def sleep(self, asleep: tuple[str, ...], inflight: str, keep_weights: bool) -> None:
-        raise NotImplementedError  # served by workers/mailbox.py
+        raise NotImplementedError  # served by the worker's engine
 
 
-_SLEEP: Final[EndpointSpec] = endpoints_of(_Sleeper)["sleep"]
+_SLEEP: Final[EndpointSpec] = endpoints_of(SleepEndpoints)["sleep"]
 
 
-class Sleeping(Protocol):
-    """Lets engines sleep. ``Client`` documents methods of the same names.
+class SleepMethods(ClientBase):
+    """The methods of ``Client`` that give the memory of engines back, and take it again."""
 
-    ``PoolSleeping`` implements it for a local pool, ``remote.client`` for a remote pool.
-    """
-
-    def start(self) -> None:
-        """The pool has started."""
-        ...
-
+    @operation(urgent=True)
     async def sleep(
-        self, tags: Iterable[str], inflight: str, keep_weights: bool, timeout: float | None
-    ) -> None: ...
+        self,
+        tags: Collection[str] = ("kv_cache", "weights"),
+        *,
+        inflight: Literal["retract", "drain", "abort"] = "retract",
+        keep_weights: bool = True,
+        timeout: float | None = 60.0,
+    ) -> None:
+        """Let all engines give memory back, for example to a trainer on the same GPUs.
 
-    async def wake(self, tags: Iterable[str] | None, timeout: float | None) -> None: ...
+        New calls are accepted and wait for ``wake``. Deadlines keep running. Calling this again
+        with other tags gives more memory back. CUDA graphs stay valid. A worker that is lost
+        meanwhile is replaced when all engines are awake.
+
+        The engines must be launched with ``enable_memory_saver=True``.
+
+        Args:
+            tags: "kv_cache", "weights", or both. Prefix caches are lost with the KV cache.
+            inflight: the treatment of running requests.
+                "retract": they continue after ``wake``, and their KV cache is recomputed.
+                "drain": the engines finish them first.
+                "abort": ``generate`` calls return their tokens so far, with finish_reason "abort".
+                Other calls are computed after ``wake``.
+            keep_weights: keep the weights in the memory of the host. With False they are lost: the
+                engines continue after ``wake(["weights"])`` and an update of all weights.
+            timeout: seconds from this call until all engines must sleep.
+
+        Raises:
+            UsageError: the engines cannot give this back.
+            DeadlineExceeded: an engine does not sleep yet. Call ``wake``, or ``sleep`` again.
+            UpdateInProgress: an update or copy of the weights was still running. This call has
+                changed nothing.
+            WeightsLost: a worker waits for the next update, because no process has the current
+                weights any more. This call has changed nothing.
+            EngineError: a host has too little memory to keep the weights. Call ``wake``.
+        """
+        sleeping = self._control.part(PoolSleeping)
+        await sleeping.sleep(tags, inflight, keep_weights, timeout)
+
+    @operation(urgent=True)
+    async def wake(
+        self, tags: Collection[str] | None = None, *, timeout: float | None = 60.0
+    ) -> None:
+        """Let all engines take their memory again, and continue. See ``sleep``.
+
+        To update weights before the KV cache has memory again, wake the weights first::
+
+            await client.wake(["weights"])
+            await client.update_weights(model)
+            await client.wake(["kv_cache"])
+
+        Args:
+            tags: what to take again. None: everything.
+            timeout: seconds from this call until all engines must be awake.
+
+        Raises:
+            EngineError: a GPU has too little free memory. Its engine stays asleep, and this may be
+                called again.
+            DeadlineExceeded: an engine is not awake yet.
+        """
+        await self._control.part(PoolSleeping).wake(tags, timeout)
 
 
 class SleepingPool(Protocol):

@@ -1,0 +1,156 @@
+"""The state that all parts of ``Client`` share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NoReturn, Protocol, TypeVar
+
+from ..driver.driver import Driver
+from ..driver.port import PoolPort
+from ..errors import Closed, UsageError
+from ..weights.port import WeightSender
+from ..wire.adapters import LoraInfo
+from ..wire.processes import ClientKeys
+from .operations import Operation
+
+_P = TypeVar("_P")
+
+
+class RemoteServer(Protocol):
+    """Serves clients in other processes."""
+
+    address: str
+    """The address to pass to ``sglrl.connect``. It contains a secret."""
+
+    @property
+    def entry(self) -> tuple[str, ClientKeys | None, bool, float | None]:
+        """The arguments of ``sglrl.connect`` for processes of this machine.
+
+        Returns:
+            ``(address, keys, insecure, heartbeat_timeout)``.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+class AdapterNames(Protocol):
+    """The adapters that calls may name. ``PoolAdapters`` and ``RemoteAdapters`` have them."""
+
+    @property
+    def loaded(self) -> Mapping[str, LoraInfo]:
+        """The loaded adapters by name.
+
+        Raises:
+            UsageError: another process has launched the pool.
+        """
+        ...
+
+    @property
+    def versions(self) -> Mapping[str, int]:
+        """The last version of each adapter that was ever loaded, by name."""
+        ...
+
+    def check(self, name: Any) -> str:
+        """Return the name of an adapter.
+
+        Raises:
+            UnknownAdapter: it is not loaded.
+        """
+        ...
+
+    def route_version(self, name: str, version: int) -> int:
+        """Return a number that differs for two calls if their KV cache differs."""
+        ...
+
+
+class Control(Protocol):
+    """How a client controls its pool.
+
+    ``PoolControl`` does so in the process that launched the pool. ``remote.client.RemoteControl``
+    asks that process.
+    """
+
+    @property
+    def is_local(self) -> bool:
+        """Whether this process has launched the pool."""
+        ...
+
+    @property
+    def adapters(self) -> AdapterNames: ...
+
+    @property
+    def sender(self) -> WeightSender: ...
+
+    async def start(self) -> None:
+        """Begin to follow the pool, which has started."""
+        ...
+
+    def part(self, kind: type[_P]) -> _P:
+        """Return the part of this class. Only operations ask, because they run where it is."""
+        ...
+
+    async def ask(
+        self, operation: Operation, arguments: dict[str, Any], limit: float | None
+    ) -> Any:
+        """Run an operation in the process that launched the pool.
+
+        Args:
+            limit: seconds until ``DeadlineExceeded``. None: no limit.
+        """
+        ...
+
+
+class ClientBase:
+    """A pool, and its driver once the client has started."""
+
+    def __init__(self, pool: PoolPort, control: Control, timeout: float | None) -> None:
+        self.pool = pool
+        """The pool. Other parts of sglrl use it, and users need not."""
+        self._control = control
+        self.timeout = timeout
+        """Seconds that a call may take, unless the caller passes a ``timeout``; None: no limit."""
+        self._driver: Driver | None = None
+        self._server: RemoteServer | None = None
+
+    def __enter__(self) -> NoReturn:
+        raise UsageError(
+            "use 'async with', or 'with sglrl.blocking(...)' where there is no asyncio"
+        )
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "a client stays in the process that made it and cannot be pickled or copied; give the "
+            "other process client.address, and call sglrl.connect(address) there"
+        )
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the client has started, and its pool is not closed."""
+        return self._driver is not None and not self._driver.fabric.closed
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the client is open and a worker serves or will serve."""
+        return self.is_open and any(w.state != "retired" for w in self.pool.workers)
+
+    def _running(self, *, urgent: bool = False) -> Driver:
+        """Return the driver.
+
+        Raises:
+            Closed: the client has not started, or is closed. With ``urgent``, a client that drains
+                still counts as open.
+        """
+        if self._driver is None:
+            raise not_started()
+        self._driver.fabric.check_open(urgent=urgent)
+        return self._driver
+
+
+def not_started() -> Closed:
+    return Closed(
+        "the client has not been started; use 'async with sglrl.launch(...)' or "
+        "'await sglrl.launch(...)'"
+    )

@@ -1,0 +1,185 @@
+"""Operations on a whole pool, each declared once.
+
+An operation is an ``async`` method of ``Client`` that runs in the process that launched the pool.
+There it is an ordinary method call. In any other process, ``sglrl.connect`` gives a client whose
+operations send their arguments to the launching process, and return its result or raise its error.
+
+The annotations of the method are the types of these messages, as for the endpoints of an actor. The
+blocking client, ``POST /pool/{operation}`` over HTTP and ``sglrl call`` take every public operation
+from ``operations_of``, so a new operation needs no code there.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import typing
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Final, Literal, TypeVar, overload
+
+import msgspec
+
+from ..errors import UsageError
+from ..wire.codec import Arguments, Result
+
+_F = TypeVar("_F", bound=Callable[..., Awaitable[Any]])
+_MARK: Final = "__sglrl_operation__"
+_MARGIN: Final = 10.0
+"""Seconds that the launching process has to answer after an operation's own ``timeout``."""
+
+
+class Operation:
+    """The schema of one operation.
+
+    Attributes:
+        name: of the method. It begins with an underscore if users do not call the operation.
+        urgent: it is allowed while the client waits for its last calls (``close(drain=True)``).
+    """
+
+    idempotent: Final = False
+    streaming: Final = False
+    timeout: Final = None
+
+    def __init__(self, function: Callable[..., Awaitable[Any]], urgent: bool) -> None:
+        self.name = function.__name__
+        self.urgent = urgent
+        signature = inspect.signature(function)
+        self._function = function
+        self.signature = signature.replace(parameters=list(signature.parameters.values())[1:])
+        self.limited = "timeout" in signature.parameters
+
+    # The annotations can be resolved only after the module of the method was imported.
+
+    @functools.cached_property
+    def _hints(self) -> dict[str, Any]:
+        return typing.get_type_hints(self._function)
+
+    @functools.cached_property
+    def _paths(self) -> frozenset[str]:
+        """The names of the arguments that are paths. They are text in messages."""
+        return frozenset(
+            name
+            for name, hint in self._hints.items()
+            if any((typing.get_origin(one) or one) is os.PathLike for one in typing.get_args(hint))
+        )
+
+    @functools.cached_property
+    def _sent_as_text(self) -> dict[str, Any]:
+        """Paths, and choices: the method itself says which choices there are."""
+        choices = [n for n, hint in self._hints.items() if typing.get_origin(hint) is Literal]
+        return dict.fromkeys([*self._paths, *choices], str)
+
+    @functools.cached_property
+    def arguments(self) -> Arguments:
+        return Arguments(self.name, self.signature, self._hints | self._sent_as_text)
+
+    @functools.cached_property
+    def result(self) -> Result:
+        return Result(self._hints.get("return", Any))
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name, in a form that can be sent.
+
+        A relative path means the same file in both processes, so it becomes an absolute path.
+
+        Raises:
+            UsageError: an argument is missing or unknown, or only the launching process can use it.
+        """
+        try:
+            bound = self.signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise UsageError(f"{self.name}(): {error}") from None
+        for name in self._paths & bound.arguments.keys():
+            value = bound.arguments[name]
+            if not isinstance(value, str | os.PathLike):
+                raise UsageError(
+                    f"{self.name}(): {name}= must be a folder, got {type(value).__name__}; only "
+                    "the process that launched the pool takes anything else"
+                )
+            if text := os.fspath(value):
+                bound.arguments[name] = os.path.abspath(os.path.expanduser(text))
+        return bound.arguments
+
+    def limit(self, arguments: Mapping[str, Any], default: float | None) -> float | None:
+        """Return how many seconds a caller in another process waits for the answer.
+
+        Args:
+            default: the timeout of the client, for operations without an own timeout.
+        """
+        if "drain_timeout" in self.signature.parameters:
+            # The phases of an update have limits of their own.
+            return None
+        if not self.limited:
+            return default
+        seconds = arguments.get("timeout", self.signature.parameters["timeout"].default)
+        return None if seconds is None else seconds + _MARGIN
+
+    def from_names(self, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Check arguments that came as JSON, and return them with the types of the annotations.
+
+        Raises:
+            UsageError: a name is unknown, or a value has the wrong type.
+        """
+        known = self.signature.parameters
+        if unknown := sorted(given.keys() - known.keys()):
+            raise UsageError(
+                f"{self.name} has no argument {unknown[0]!r} (it has: {', '.join(known) or 'none'})"
+            )
+        found = {}
+        for name, value in given.items():
+            hint = self._sent_as_text.get(name, self._hints.get(name, Any))
+            try:
+                found[name] = msgspec.convert(value, hint)
+            except msgspec.ValidationError as error:
+                raise UsageError(f"{self.name}: {name}: {error}") from None
+        missing = [
+            name
+            for name, parameter in known.items()
+            if parameter.default is parameter.empty and name not in given
+        ]
+        if missing:
+            raise UsageError(f"{self.name} needs the argument {missing[0]!r}")
+        return found
+
+
+@overload
+def operation(function: _F, /) -> _F: ...
+@overload
+def operation(*, urgent: bool) -> Callable[[_F], _F]: ...
+
+
+def operation(function: Any = None, /, *, urgent: bool = False) -> Any:
+    """Declare a method of ``Client`` that runs in the process that launched the pool.
+
+    Args:
+        urgent: see ``Operation``.
+    """
+
+    def declare(function: Any) -> Any:
+        spec = Operation(function, urgent)
+
+        @functools.wraps(function)
+        async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self._running(urgent=urgent)
+            if spec.limited and kwargs.get("timeout", 0) is None:
+                kwargs["timeout"] = self.timeout
+            if self._control.is_local:
+                return await function(self, *args, **kwargs)
+            arguments = spec.bind(args, kwargs)
+            return await self._control.ask(spec, arguments, spec.limit(arguments, self.timeout))
+
+        setattr(call, _MARK, spec)
+        return call
+
+    return declare if function is None else declare(function)
+
+
+def operations_of(cls: type) -> dict[str, Operation]:
+    """Return the operations of a class by name."""
+    found = {}
+    for name in dir(cls):
+        spec = getattr(inspect.getattr_static(cls, name), _MARK, None)
+        if isinstance(spec, Operation):
+            found[name] = spec
+    return found

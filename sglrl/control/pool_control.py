@@ -1,0 +1,49 @@
+"""The control of a pool in the process that launched it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, NoReturn, TypeVar
+
+from ..driver.pool import Pool
+from ..weights.local_sender import LocalSender
+from .adapters import PoolAdapters
+from .pausing import PoolPausing
+from .sleeping import PoolSleeping
+
+_P = TypeVar("_P")
+
+
+class PoolControl:
+    """The parts that operations use: each keeps a state of the whole pool.
+
+    Args:
+        adapters: adapters to load at the start, folders by name.
+    """
+
+    is_local: Final = True
+
+    def __init__(self, pool: Pool, adapters: Mapping[str, Any] | None = None) -> None:
+        self.sender = LocalSender(pool.weights)
+        self.adapters = PoolAdapters(pool, adapters)
+        self._pausing = PoolPausing(pool)
+        self._sleeping = PoolSleeping(pool)
+        self._parts: dict[type, Any] = {
+            Pool: pool,
+            LocalSender: self.sender,
+            PoolAdapters: self.adapters,
+            PoolPausing: self._pausing,
+            PoolSleeping: self._sleeping,
+        }
+
+    def part(self, kind: type[_P]) -> _P:
+        found: _P = self._parts[kind]
+        return found
+
+    async def start(self) -> None:
+        self._pausing.start()
+        self._sleeping.start()
+        await self.adapters.start()
+
+    async def ask(self, operation: Any, arguments: Any, limit: Any) -> NoReturn:
+        raise AssertionError("this process runs operations itself")

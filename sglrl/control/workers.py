@@ -1,0 +1,65 @@
+"""Add, remove and await the workers of a pool."""
+
+from __future__ import annotations
+
+from ..config import positive
+from ..driver.pool import Pool
+from ..driver.worker_info import QueueInfo, WorkerInfo
+from .client_base import ClientBase
+from .operations import operation
+
+
+class WorkerMethods(ClientBase):
+    """The methods of ``Client`` that concern its workers."""
+
+    @property
+    def workers(self) -> list[WorkerInfo]:
+        """The ``id``, ``pid``, ``state``, ``weight_version``, ``device``, load of every worker."""
+        return self.pool.workers
+
+    @property
+    def queue(self) -> QueueInfo:
+        """The calls of all clients that wait at the driver: ``calls``, ``bytes``, ``clients``.
+
+        A client of ``sglrl.connect`` returns the last report of the pool. The pool sends one at
+        most every 0.1 s.
+        """
+        return self.pool.queue
+
+    @operation
+    async def add_workers(self, n: int = 1) -> list[int]:
+        """Start ``n`` more workers with the same arguments.
+
+        Returns:
+            The ids of the new workers, once they serve with the current weights.
+
+        Raises:
+            NotEnoughDevices: not enough GPUs are free.
+            WorkerStartError: a worker failed to start. None of the new workers remains.
+        """
+        return await self._control.part(Pool).add(positive("n", n))
+
+    @operation
+    async def wait_until_full(self, timeout: float | None = 60.0) -> None:
+        """Wait until all workers serve, except removed and retired ones.
+
+        After the loss of a worker, this waits until its replacement serves.
+
+        Raises:
+            DeadlineExceeded: a worker does not serve within ``timeout`` seconds. The error names
+                the workers.
+            WorkerLost: no worker is left.
+        """
+        await self._control.part(Pool).full(timeout)
+
+    @operation
+    async def remove_worker(self, worker: int, *, timeout: float | None = 600.0) -> None:
+        """Wait until a worker has finished its calls, then stop it. It receives no new calls.
+
+        Calls that are unfinished after ``timeout`` seconds continue on other workers, from the
+        tokens sampled so far.
+
+        Raises:
+            UsageError: there is no such worker, or it is the last worker.
+        """
+        await self._control.part(Pool).remove(worker, timeout)
