@@ -13,13 +13,15 @@ import os
 import time
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from sglrl.errors import MessageTooLarge, ProtocolError, SglrlError
+from sglrl.actors.actor import EndpointSpec
+from sglrl.control.engine_endpoints import ENGINE_ENDPOINTS
+from sglrl.errors import InvalidRequest, MessageTooLarge, ProtocolError, SglrlError
 from sglrl.transport.dropped import Dropped
 from sglrl.transport.shared_rows import RowsWriter, writer_for
 from sglrl.transport.zmq import ZmqPolledDealer
@@ -44,17 +46,13 @@ from sglrl.wire.engine import (
     EngineInfo,
     GenerateArgs,
     NextTokenArgs,
-    PauseArgs,
-    ProfileArgs,
     ScoreArgs,
-    SleepArgs,
     TokenChunk,
-    WeightNames,
 )
 from sglrl.wire.processes import WorkerSpec
 
 from .broken_connection import RECONNECT_SECONDS, BreakWatch
-from .engine.protocol import Engine
+from .engine.protocol import LATER, Engine
 
 logger = logging.getLogger("sglrl.worker")
 
@@ -67,25 +65,13 @@ handles the first rows while the others are in transit.
 
 _REPORT_SECONDS = 0.1
 
-ENDPOINTS = [
-    "abort",
-    "flush_cache",
-    "generate",
-    "get_weights",
-    "lora_commit",
-    "lora_keep",
-    "lora_part",
-    "lora_prepare",
-    "next_token_logprobs",
-    "pause",
-    "resume",
-    "score",
-    "server_info",
-    "sleep",
-    "start_profile",
-    "stats",
-    "stop_profile",
-]
+ENDPOINTS: Final = sorted(
+    {
+        *("generate", "score", "next_token_logprobs"),
+        *("lora_commit", "lora_keep", "lora_part", "lora_prepare"),
+        *ENGINE_ENDPOINTS,
+    }
+)
 
 
 class Mailbox:
@@ -136,10 +122,6 @@ class Mailbox:
         self.rows: RowsWriter | None = None
         self._generate = msgspec.msgpack.Decoder(GenerateArgs)
         self._score = msgspec.msgpack.Decoder(ScoreArgs)
-        self._profile = msgspec.msgpack.Decoder(ProfileArgs)
-        self._weights = msgspec.msgpack.Decoder(WeightNames)
-        self._pause = msgspec.msgpack.Decoder(PauseArgs)
-        self._sleep = msgspec.msgpack.Decoder(SleepArgs)
         self._next_token = msgspec.msgpack.Decoder(NextTokenArgs)
         self._lora_part = msgspec.msgpack.Decoder(LoraPart)
         self._lora: dict[str, msgspec.msgpack.Decoder[Any]] = {
@@ -371,9 +353,17 @@ class Mailbox:
             return
         self._returning = True
         # The driver pauses the engine again if all others are paused. -1: no call waits for this.
-        engine.resume(-1)
+        engine.controls.resume(-1)
         for id_ in list(self._held):
             engine.abort(id_)
+
+    def _control(self, engine: Engine, call: CallMessage, spec: EndpointSpec) -> None:
+        method = getattr(engine.controls, spec.name, None)
+        if method is None:
+            raise InvalidRequest(f"this engine has no {spec.name}")
+        answer = method(call.id, **spec.arguments.decode(call.args, ()))
+        if answer is not LATER:
+            self.put_value(call.id, answer)
 
     def _begin(self, engine: Engine, call: CallMessage, raw: Sequence[Buffer]) -> None:
         if call.id in self._held:
@@ -388,33 +378,14 @@ class Mailbox:
                     engine.score(call.id, self._score.decode(call.args))
                 case "next_token_logprobs":
                     engine.next_token_logprobs(call.id, self._next_token.decode(call.args))
-                case "pause":
-                    engine.pause(call.id, self._pause.decode(call.args).mode)
-                case "resume":
-                    engine.resume(call.id)
-                case "sleep":
-                    engine.sleep(call.id, self._sleep.decode(call.args))
-                case "abort":
-                    self.put_value(call.id, engine.abort_all())
-                case "stats":
-                    self.put_value(call.id, engine.stats())
-                case "flush_cache":
-                    engine.flush_cache(call.id)
-                case "server_info":
-                    self.put_value(call.id, engine.server_info())
-                case "start_profile":
-                    engine.start_profile(call.id, self._profile.decode(call.args))
-                case "stop_profile":
-                    engine.stop_profile(call.id)
-                case "get_weights":
-                    names = self._weights.decode(call.args).names
-                    self.put_value(call.id, engine.get_weights(names))
                 case "lora_part":
                     part = self._lora_part.decode(call.args)
                     (data,) = raw
                     engine.adapters(call.id, msgspec.structs.replace(part, data=data))
                 case name if name in self._lora:
                     engine.adapters(call.id, self._lora[name].decode(call.args))
+                case name if name in ENGINE_ENDPOINTS:
+                    self._control(engine, call, ENGINE_ENDPOINTS[name])
                 case other:
                     self.put_error(
                         call.id, "UnknownEndpoint", f"the engine has no endpoint {other!r}"

@@ -115,32 +115,19 @@ class Operation:
         seconds = arguments.get("timeout", self.signature.parameters["timeout"].default)
         return None if seconds is None else seconds + _MARGIN
 
-    def from_names(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Check arguments that came as JSON, and return them with the types of the annotations.
-
-        Raises:
-            UsageError: a name is unknown, or a value has the wrong type.
-        """
-        known = self.signature.parameters
-        if unknown := sorted(given.keys() - known.keys()):
-            raise UsageError(
-                f"{self.name} has no argument {unknown[0]!r} (it has: {', '.join(known) or 'none'})"
-            )
-        found = {}
-        for name, value in given.items():
+    @functools.cached_property
+    def fields(self) -> type[msgspec.Struct]:
+        """A struct with a field for each argument, for arguments that come by name as JSON."""
+        fields: list[Any] = []
+        for name, parameter in self.signature.parameters.items():
             hint = self._sent_as_text.get(name, self._hints.get(name, Any))
-            try:
-                found[name] = msgspec.convert(value, hint)
-            except msgspec.ValidationError as error:
-                raise UsageError(f"{self.name}: {name}: {error}") from None
-        missing = [
-            name
-            for name, parameter in known.items()
-            if parameter.default is parameter.empty and name not in given
-        ]
-        if missing:
-            raise UsageError(f"{self.name} needs the argument {missing[0]!r}")
-        return found
+            if parameter.default is parameter.empty:
+                fields.append((name, hint))
+            else:
+                fields.append((name, hint, parameter.default))
+        return msgspec.defstruct(
+            self.name, fields, kw_only=True, frozen=True, forbid_unknown_fields=True
+        )
 
 
 @overload
@@ -183,3 +170,8 @@ def operations_of(cls: type) -> dict[str, Operation]:
         if isinstance(spec, Operation):
             found[name] = spec
     return found
+
+
+def public_operations(cls: type) -> dict[str, Operation]:
+    """Return the operations that users call, by name."""
+    return {name: spec for name, spec in operations_of(cls).items() if not name.startswith("_")}

@@ -32,6 +32,15 @@ class SleepEndpoints(Actor):
 
     @endpoint
     async def sleep(self, asleep: tuple[str, ...], inflight: str, keep_weights: bool) -> None:
+        """Give memory back, or take it again.
+
+        Args:
+            asleep: what has no memory from now on, of ``SLEEP_TAGS``. The engine makes steps if
+                this is empty.
+            inflight: what happens to running requests, if the engine has not slept before.
+            keep_weights: keep the weights in the memory of the host while they are asleep.
+                Otherwise the engine makes steps after the next update.
+        """
         raise NotImplementedError  # served by the worker's engine
 
 

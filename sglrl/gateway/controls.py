@@ -1,4 +1,4 @@
-"""Endpoints of SGLang and vLLM that control the engines: pause, load, health, weights.
+"""Endpoints that control the engines: SGLang's, vLLM's, and each operation of ``Client``.
 
 https://docs.sglang.ai/basic_usage/native_api.html
 """
@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..client.client import Client
+from ..control.operations import Operation, public_operations
 from ..errors import InvalidRequest
 from ..version import __version__
 from ..wire.engine import SLEEP_TAGS
@@ -110,7 +111,21 @@ class ControlEndpoints:
                 for path, handler, error, body in changes
             ],
             route("/pause", change(self._pause), ["POST"], query=_PAUSE_QUERY),
+            *[
+                route(f"/pool/{name}", change(self._operate(spec)), ["POST"], body=spec.fields)
+                for name, spec in public_operations(Client).items()
+            ],
         ]
+
+    def _operate(self, operation: Operation) -> Callable[[Request], Awaitable[Any]]:
+        """Return what runs an operation of ``Client`` with the arguments of a request."""
+
+        async def handler(request: Request) -> Any:
+            given = decode_body(await self._access.body(request), operation.fields)
+            result = await getattr(self._client, operation.name)(**msgspec.structs.asdict(given))
+            return {"result": result}
+
+        return handler
 
     def _with_body(
         self, handle: Callable[[bytes], Awaitable[Any]]

@@ -1,4 +1,4 @@
-"""The ``sglrl`` command: demo, check, generate, eval, serve, node, doctor, keys.
+"""The ``sglrl`` command: demo, check, generate, eval, serve, call, node, doctor, keys.
 
 Exit codes: 0 success, 1 a check or the engine failed, 2 wrong usage, 130 Ctrl-C.
 """
@@ -18,6 +18,7 @@ from rich.console import Console
 
 from ..config import install
 from ..errors import SglrlError, UsageError
+from .call import call
 from .display import print_json, quiet_warnings
 from .eval.command import evaluate
 from .node import node
@@ -288,6 +289,7 @@ def generate(
 _command(evaluate, "eval")
 _command(node)
 _command(serve)
+_command(call)
 
 
 @_command

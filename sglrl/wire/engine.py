@@ -193,45 +193,8 @@ PAUSE_MODES = ("in_place", "retract", "abort", "drain")
 """See ``Client.pause``."""
 
 
-class PauseArgs(msgspec.Struct, array_like=True, frozen=True):
-    """Arguments of ``pause``. ``mode``: see ``Client.pause``."""
-
-    mode: str
-
-
 SLEEP_TAGS: Final = ("kv_cache", "weights")
 """What an engine can give back while it sleeps."""
-
-
-class SleepArgs(msgspec.Struct, array_like=True, frozen=True):
-    """Arguments of ``sleep``, which also wakes.
-
-    asleep: what has no memory from now on, of ``SLEEP_TAGS``. The engine makes steps if this is
-        empty.
-    inflight: what happens to running requests, if the engine has not slept before: "retract",
-        "drain" or "abort"; see ``Client.sleep``.
-    keep_weights: keep the weights in the memory of the host while they are asleep. Otherwise the
-        engine makes steps after the next update.
-    """
-
-    asleep: tuple[str, ...]
-    inflight: str
-    keep_weights: bool
-
-
-class ProfileArgs(msgspec.Struct, array_like=True, frozen=True):
-    """Arguments of ``start_profile``. See ``Client.start_profile``."""
-
-    folder: str
-    activities: tuple[str, ...]
-    with_stack: bool
-    record_shapes: bool
-
-
-class WeightNames(msgspec.Struct, array_like=True, frozen=True):
-    """Arguments of ``get_weights``."""
-
-    names: list[str]
 
 
 class TensorValue(msgspec.Struct, array_like=True, gc=False, frozen=True):

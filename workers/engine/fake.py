@@ -61,20 +61,18 @@ from sglrl.wire.engine import (
     EngineStats,
     GenerateArgs,
     NextTokenArgs,
-    ProfileArgs,
     RoutedShape,
     Sampling,
     ScoreArgs,
-    SleepArgs,
-    TensorValue,
     TokenChunk,
 )
 from sglrl.wire.processes import EngineSpec, WorkerSpec
 
 from ..mailbox import Mailbox
 from .fake_adapters import FakeAdapters
+from .fake_controls import FakeControls
 from .fake_request import Order, Running
-from .protocol import check_given, check_mode, check_sleep, check_top
+from .protocol import check_given, check_top
 from .token_rate import TokenRate
 
 if TYPE_CHECKING:
@@ -123,7 +121,9 @@ class FakeEngine:
         """Requests that wait until those before them have ended; None: no order waits for that."""
         self.updating = False
         self.requests: dict[int, Running] = {}
-        self._paused = False
+        self.controls = FakeControls(self)
+        self.stopped = False
+        """The engine was paused, and not resumed."""
         self.asleep: tuple[str, ...] = ()
         self.later: dict[int, Callable[[], None]] = {}
         """Answers to requests that arrived while the engine was paused and that need no step."""
@@ -142,7 +142,7 @@ class FakeEngine:
 
     @property
     def paused(self) -> bool:
-        return self._paused or self.empty or bool(self.asleep)
+        return self.stopped or self.empty or bool(self.asleep)
 
     @property
     def phase(self) -> str:
@@ -304,7 +304,7 @@ class FakeEngine:
         self.version = version
         if self.empty:
             self.empty = False
-            self._go_on()
+            self.go_on()
 
     def between_steps(self) -> None:
         while self.orders:
@@ -331,33 +331,7 @@ class FakeEngine:
 
     # --- pausing ----------------------------------------------------------------------------------
 
-    def pause(self, id_: int, mode: str) -> None:
-        check_mode(mode)
-        if mode == "drain":
-            raise InvalidRequest("engine='fake' does not drain")
-        if mode == "abort":
-            self.abort_all()
-        self._paused = True
-        self.mailbox.put_value(id_, None)
-
-    def resume(self, id_: int) -> None:
-        self._paused = False
-        self._go_on()
-        self.mailbox.put_value(id_, None)
-
-    def sleep(self, id_: int, args: SleepArgs) -> None:
-        check_sleep(args)
-        if args.inflight == "drain":
-            raise InvalidRequest("engine='fake' does not drain")
-        if args.inflight == "abort":
-            self.abort_all()
-        if "weights" in set(args.asleep) - set(self.asleep):
-            self.empty |= not args.keep_weights
-        self.asleep = args.asleep
-        self._go_on()
-        self.mailbox.put_value(id_, None)
-
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """Answer the requests that waited, unless the engine is still paused."""
         if self.paused:
             return
@@ -441,21 +415,6 @@ class FakeEngine:
             mask_ids=np.array([id_ for one in sets for id_ in one], "<i4").tobytes(),
             mask_lengths=np.array([len(one) for one in sets], "<i4").tobytes(),
         )
-
-    def flush_cache(self, id_: int) -> None:
-        self.mailbox.put_value(id_, not self.requests)
-
-    def server_info(self) -> dict[str, Any]:
-        return {"engine": "fake", "model_path": self.model, "version": ""}
-
-    def start_profile(self, id_: int, args: ProfileArgs) -> None:
-        raise InvalidRequest("engine='fake' has no profiler")
-
-    def stop_profile(self, id_: int) -> None:
-        raise InvalidRequest("engine='fake' has no profiler")
-
-    def get_weights(self, names: list[str]) -> list[TensorValue]:
-        raise InvalidRequest("engine='fake' keeps checksums of its weights, and no values")
 
     def stats(self) -> EngineStats:
         now = time.monotonic()

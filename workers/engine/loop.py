@@ -6,6 +6,7 @@ import time
 from typing import Protocol
 
 from sglrl.wire.calls import Heartbeat, Load
+from sglrl.wire.engine import EngineStats
 from sglrl.wire.processes import EngineSpec, WorkerSpec
 
 from ..heartbeat import start_heartbeats
@@ -27,6 +28,10 @@ class SteppingEngine(Engine, Protocol):
     mailbox: Mailbox
     request_steps: int
     """Number of requests in all steps: each request counts once in each of its steps."""
+
+    def stats(self) -> EngineStats:
+        """Return the engine's load and counters."""
+        ...
 
     @property
     def paused(self) -> bool:

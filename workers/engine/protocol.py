@@ -7,7 +7,8 @@ answers later, through ``Mailbox.put``.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any, Protocol
+from enum import Enum
+from typing import Any, Final, Protocol
 
 from sglrl.errors import InvalidRequest
 from sglrl.wire.adapters import LoraCommit, LoraKeep, LoraPart, LoraPrepare
@@ -15,13 +16,9 @@ from sglrl.wire.engine import (
     PAUSE_MODES,
     SLEEP_TAGS,
     EngineInfo,
-    EngineStats,
     GenerateArgs,
     NextTokenArgs,
-    ProfileArgs,
     ScoreArgs,
-    SleepArgs,
-    TensorValue,
 )
 
 
@@ -46,12 +43,22 @@ def check_mode(mode: str) -> None:
 SLEEP_MODES = ("retract", "drain", "abort")
 
 
-def check_sleep(args: SleepArgs) -> None:
-    """Raise ``InvalidRequest`` unless ``args`` has known tags and one of ``SLEEP_MODES``."""
-    if unknown := sorted(set(args.asleep) - set(SLEEP_TAGS)):
+class Later(Enum):
+    """The type of ``LATER``."""
+
+    LATER = 0
+
+
+LATER: Final = Later.LATER
+"""A method of ``Engine.controls`` returns this if it answers its call later."""
+
+
+def check_sleep(asleep: Collection[str], inflight: str) -> None:
+    """Raise ``InvalidRequest`` unless the tags are known, and ``inflight`` is a known mode."""
+    if unknown := sorted(set(asleep) - set(SLEEP_TAGS)):
         raise InvalidRequest(f"unknown tags {unknown}; known: {', '.join(SLEEP_TAGS)}")
-    if args.inflight not in SLEEP_MODES:
-        raise InvalidRequest(f"inflight must be one of {SLEEP_MODES}, got {args.inflight!r}")
+    if inflight not in SLEEP_MODES:
+        raise InvalidRequest(f"inflight must be one of {SLEEP_MODES}, got {inflight!r}")
 
 
 class Engine(Protocol):
@@ -60,6 +67,19 @@ class Engine(Protocol):
     Invariant: the engine answers every id that ``generate``, ``score`` or ``next_token_logprobs``
     accepts exactly once with a final item, also after ``abort``.
     """
+
+    @property
+    def controls(self) -> Any:
+        """The control endpoints: an object with a method for each that the engine has.
+
+        ``sglrl/control/engine_endpoints.py`` lists the endpoints. A method takes the id of the call
+        and the arguments of the endpoint. It returns the answer, or ``LATER`` and answers through
+        ``Mailbox.put_value``. ``resume`` gets the id -1 if no call waits for its answer.
+
+        Raises:
+            InvalidRequest: from a method: an argument is wrong, or the engine cannot do this.
+        """
+        ...
 
     def generate(self, id_: int, args: GenerateArgs) -> None:
         """Accept a request. After an ``InvalidRequest``, the engine holds no request ``id_``."""
@@ -77,39 +97,6 @@ class Engine(Protocol):
         """Stop a request soon. Unknown ids are ignored."""
         ...
 
-    def abort_all(self) -> int:
-        """Stop all requests of ``generate`` soon.
-
-        Each request is answered with its tokens so far and the finish reason "abort".
-
-        Returns:
-            The number of these requests.
-        """
-        ...
-
-    def pause(self, id_: int, mode: str) -> None:
-        """Stop making steps, then answer through ``Mailbox.put_value``.
-
-        Args:
-            mode: see ``PauseArgs``.
-
-        Raises:
-            InvalidRequest: the mode is unknown.
-        """
-        ...
-
-    def resume(self, id_: int) -> None:
-        """Make steps again after ``pause``, then answer through ``Mailbox.put_value``."""
-        ...
-
-    def sleep(self, id_: int, args: SleepArgs) -> None:
-        """Give memory back or take it again, then answer None through ``Mailbox.put_value``.
-
-        Raises:
-            InvalidRequest: a tag or the mode is unknown, or the engine does not support it.
-        """
-        ...
-
     def adapters(self, id_: int, args: LoraPart | LoraPrepare | LoraCommit | LoraKeep) -> None:
         """Execute a call that concerns LoRA adapters, then answer through ``Mailbox.put_value``.
 
@@ -117,41 +104,6 @@ class Engine(Protocol):
 
         Raises:
             InvalidRequest: the engine takes no adapters.
-        """
-        ...
-
-    def flush_cache(self, id_: int) -> None:
-        """Empty the prefix cache, then answer True through ``Mailbox.put_value``.
-
-        While requests run, the engine keeps the cache and answers False.
-        """
-        ...
-
-    def stats(self) -> EngineStats:
-        """Return the engine's load and counters."""
-        ...
-
-    def server_info(self) -> dict[str, Any]:
-        """Return the engine's arguments and limits as plain values."""
-        ...
-
-    def start_profile(self, id_: int, args: ProfileArgs) -> None:
-        """Start the profiler, then answer [] through ``Mailbox.put_value``.
-
-        Raises:
-            InvalidRequest: the engine has no profiler.
-        """
-        ...
-
-    def stop_profile(self, id_: int) -> None:
-        """Stop the profiler, then answer the paths of its files through ``Mailbox.put_value``."""
-        ...
-
-    def get_weights(self, names: list[str]) -> list[TensorValue]:
-        """Return copies of live tensors.
-
-        Raises:
-            InvalidRequest: the engine cannot return a tensor of such a name.
         """
         ...
 

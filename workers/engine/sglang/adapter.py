@@ -14,9 +14,7 @@ from numpy.typing import NDArray
 from sglang.srt.managers.io_struct import (
     AbortReq,
     BatchTokenIDOutput,
-    FlushCacheReqInput,
     FlushCacheReqOutput,
-    ProfileReq,
     ProfileReqOutput,
     ShutdownReq,
     TokenizedGenerateReqInput,
@@ -27,28 +25,25 @@ from sglrl.inference.routed_experts import NO_EXPERTS, check_begin
 from sglrl.wire.calls import ItemKind, Load
 from sglrl.wire.engine import (
     EngineInfo,
-    EngineStats,
     GenerateArgs,
     NextTokenArgs,
-    ProfileArgs,
     ScoreArgs,
-    SleepArgs,
-    TensorValue,
     TokenChunk,
 )
 
 from ...mailbox import Mailbox
 from ..loop import IDLE_WAIT
-from ..protocol import check_mode, check_sleep, check_top
-from . import convert, inspection
+from ..protocol import check_top
+from . import convert
 from .aborts import Aborts
 from .accelerations.queries import Known
-from .commands import PauseCommand, Report, Resume, SleepCommand
+from .commands import Report, Resume
+from .controls import Controls
 from .draining import Draining
 from .lora_calls import LoraArgs, LoraCalls
 from .next_token import Rows
 from .patches import logit_processors, routed_experts
-from .reports import engine_info, engine_stats
+from .reports import engine_info
 from .request_table import RequestTable
 from .routed_rows import RoutedRows
 from .tracked_request import MASKS_TOO_LARGE, TrackedRequest, Versions
@@ -74,11 +69,10 @@ class Adapter(RequestTable):
         super().__init__(mailbox)
         self.accelerations: tuple[str, ...] = ()
         """The accelerations of SGLang that are on."""
-        self.flushes: list[int] = []
         self.aborts = Aborts(self)
-        self.draining = Draining(self, self.aborts, self.slept, self.paused)
+        self.controls = Controls(self)
+        self.draining = Draining(self, self.aborts, self.controls.slept, self.controls.paused)
         self.lora = LoraCalls(self, self.aborts)
-        self.profiling = inspection.Profiling()
         self.rows: Rows | None = None
         """Next-token logprobs of the batch whose results are being processed."""
         self.result_version = 0
@@ -173,69 +167,6 @@ class Adapter(RequestTable):
         self.cancelled.add(id_)
         self.incoming.append(AbortReq(rid=convert.request_id(id_)))
 
-    def abort_all(self) -> int:
-        # In a paused engine no running request finishes: "wait" returns them to the queue first.
-        return self.aborts.all("wait")
-
-    def pause(self, id_: int, mode: str) -> None:
-        check_mode(mode)
-        if mode == "abort":
-            self.aborts.all("back")
-            mode = "in_place"
-        self.draining.pause(PauseCommand(id_, mode))
-
-    def resume(self, id_: int) -> None:
-        self.draining.pause(PauseCommand(id_, ""))
-
-    def sleep(self, id_: int, args: SleepArgs) -> None:
-        check_sleep(args)
-        command = SleepCommand(id_, args.asleep, args.inflight, args.keep_weights)
-        self.draining.sleep(command)
-
-    def slept(self, command: SleepCommand, error: str) -> None:
-        """Answer the call of a command that was executed, or given up for a later one.
-
-        Args:
-            error: why it failed, or "".
-        """
-        if error:
-            self.mailbox.put_error(command.call, "EngineError", error)
-        else:
-            self.mailbox.put_value(command.call, None)
-        self.mailbox.flush()
-
-    def paused(self, command: PauseCommand) -> None:
-        """Answer the call of a command that was executed, or given up for a later one."""
-        if command.call >= 0:
-            self.mailbox.put_value(command.call, None)
-            # The loop may have no other reason to flush.
-            self.mailbox.flush()
-
-    def flush_cache(self, id_: int) -> None:
-        self.flushes.append(id_)
-
-    def server_info(self) -> dict[str, Any]:
-        return inspection.server_info(self.scheduler)
-
-    def start_profile(self, id_: int, args: ProfileArgs) -> None:
-        self.incoming.append(self.profiling.start(id_, args))
-
-    def stop_profile(self, id_: int) -> None:
-        self.incoming.append(self.profiling.stop(id_))
-
-    def get_weights(self, names: list[str]) -> list[TensorValue]:
-        sleep = self.scheduler.sglrl_sleep
-        if "weights" in sleep.asleep:
-            raise InvalidRequest('the weights are asleep: await client.wake(["weights"]) first')
-        if sleep.empty:
-            raise InvalidRequest("the weights were not kept: update them first")
-        assert self.scheduler.sglrl_weights is not None
-        found: list[TensorValue] = self.scheduler.sglrl_weights.named(names)
-        return found
-
-    def stats(self) -> EngineStats:
-        return engine_stats(self, self.draining.drains)
-
     def info(self) -> EngineInfo:
         return engine_info(self.scheduler, self.accelerations, self.lora.limits)
 
@@ -245,14 +176,15 @@ class Adapter(RequestTable):
         """Return the requests that arrived since the last scheduler step, as SGLang's types."""
         commands = self.draining.commands
         commands.await_expected(self.scheduler)
-        if self.scheduler.sglrl_paused and not (self.flushes or commands or self.draining.pausing):
+        if self.scheduler.sglrl_paused and not (
+            self.controls.flushing or commands or self.draining.pausing
+        ):
             # Without this wait SGLang's loop would spin.
             self.mailbox.flush()
             self.mailbox.wait(IDLE_WAIT if self.draining.waiting is None else _DRAIN_WAIT)
         self.mailbox.receive(self)
         self.lora.turn()
-        if self.flushes:
-            self._pull_flush()
+        self.controls.pull_flush()
         if self.requests and self.mailbox.report_is_due:
             self._flush()
         else:
@@ -272,26 +204,7 @@ class Adapter(RequestTable):
     @property
     def pending(self) -> bool:
         """Whether there is work even when no request runs."""
-        return bool(self.flushes or self.draining)
-
-    def _pull_flush(self) -> None:
-        """Send a flush to SGLang like a request, so that every rank executes it.
-
-        A request that has just been answered is still in SGLang's batch. The flush then waits for
-        the next turn of the loop.
-        """
-        if self.requests:
-            self._flushed(False)
-        elif self.scheduler.is_fully_idle():
-            self.incoming.append(FlushCacheReqInput())
-        elif self.scheduler.sglrl_paused:
-            # A paused loop has no next turn.
-            self._flushed(False)
-
-    def _flushed(self, success: bool) -> None:
-        for id_ in self.flushes:
-            self.mailbox.put_value(id_, success)
-        self.flushes.clear()
+        return self.controls.flushing or bool(self.draining)
 
     def tokens(self, output: BatchTokenIDOutput) -> None:
         """Send the output of one scheduler step to the driver, in one message."""
@@ -457,14 +370,6 @@ class Adapter(RequestTable):
             at = produced.get(convert.request_id(id_), 0)
             request.changed(at, self._versions(request, version, loras))
 
-    def _profiled(self, request: ProfileReq, output: ProfileReqOutput) -> None:
-        id_ = convert.call_id(request.rid)
-        try:
-            self.mailbox.put_value(id_, self.profiling.answered(request, output))
-        except InvalidRequest as error:
-            self.mailbox.put_error(id_, "InvalidRequest", error.message)
-        self.mailbox.flush()
-
     def control(self, output: Any, about: Any) -> None:
         """Handle a message of SGLang to its tokenizer manager.
 
@@ -472,10 +377,10 @@ class Adapter(RequestTable):
         request that SGLang aborted. ``about`` is the request.
         """
         if isinstance(output, FlushCacheReqOutput):
-            self._flushed(output.success)
+            self.controls.flushed(output.success)
             self.mailbox.flush()
         if isinstance(output, ProfileReqOutput):
-            self._profiled(about, output)
+            self.controls.profiled(about, output)
         if not isinstance(output, AbortReq) or not output.rid:
             return
         id_ = convert.call_id(output.rid)

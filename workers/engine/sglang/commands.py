@@ -42,7 +42,7 @@ class PauseCommand:
 
 @dataclass(frozen=True)
 class SleepCommand:
-    """Give memory back, or take it again. See ``SleepArgs``.
+    """Give memory back, or take it again. See ``SleepEndpoints``.
 
     call: the call that asked for it.
     """

@@ -13,7 +13,7 @@ import torch
 from sglang.srt.managers.io_struct import ProfileReq, ProfileReqOutput, ProfileReqType
 
 from sglrl.errors import InvalidRequest, InvalidWeights
-from sglrl.wire.engine import ProfileArgs, TensorValue
+from sglrl.wire.engine import TensorValue
 
 from . import compat, convert
 from .weight_plan import Plan
@@ -42,7 +42,14 @@ class Profiling:
         """The folder of the running profile, or ""."""
         self._name = f"worker-pid-{os.getpid()}"
 
-    def start(self, id_: int, args: ProfileArgs) -> ProfileReq:
+    def start(
+        self,
+        id_: int,
+        folder: str,
+        activities: tuple[str, ...],
+        with_stack: bool,
+        record_shapes: bool,
+    ) -> ProfileReq:
         """Return SGLang's request to start.
 
         Raises:
@@ -52,19 +59,19 @@ class Profiling:
             raise InvalidRequest("the profiler is running: call stop_profile first")
         # SGLang would make it only to write the traces, and its scheduler would end with the error.
         try:
-            os.makedirs(args.folder, exist_ok=True)
+            os.makedirs(folder, exist_ok=True)
         except (OSError, ValueError) as error:
             raise InvalidRequest(f"the folder cannot be made: {error}") from None
-        if not os.access(args.folder, os.W_OK):
-            raise InvalidRequest(f"{args.folder} cannot be written")
-        self._folder = args.folder
+        if not os.access(folder, os.W_OK):
+            raise InvalidRequest(f"{folder} cannot be written")
+        self._folder = folder
         return ProfileReq(
             rid=convert.request_id(id_),
             req_type=ProfileReqType.START_PROFILE,
-            output_dir=args.folder,
-            activities=list(args.activities),
-            with_stack=args.with_stack,
-            record_shapes=args.record_shapes,
+            output_dir=folder,
+            activities=list(activities),
+            with_stack=with_stack,
+            record_shapes=record_shapes,
             profile_id=self._name,
         )
 

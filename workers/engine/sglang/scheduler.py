@@ -230,7 +230,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self._sglrl_pause_wanted = bool(command.mode)
         self._sglrl_stop_or_go()
         if self.sglrl_adapter is not None:
-            self.sglrl_adapter.paused(command)
+            self.sglrl_adapter.controls.paused(command)
 
     def _sglrl_stop_or_go(self) -> None:
         """Make steps unless the engine is paused, or sleeps."""
@@ -253,7 +253,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self._sglrl_updating = False
         self._sglrl_stop_or_go()
         if self.sglrl_adapter is not None:
-            self.sglrl_adapter.slept(command, error)
+            self.sglrl_adapter.controls.slept(command, error)
 
     def sglrl_filled(self) -> None:
         """Go on if the weights were not kept: an update of all of them is live now."""

@@ -1,0 +1,19 @@
+"""All control endpoints of an engine worker, by name.
+
+``workers/mailbox.py`` passes a call of one of them to the engine's method of the same name.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from ..actors.actor import EndpointSpec, endpoints_of
+from .engines import EngineEndpoints
+from .pausing import PauseEndpoints
+from .sleeping import SleepEndpoints
+
+ENGINE_ENDPOINTS: Final[dict[str, EndpointSpec]] = {
+    name: spec
+    for declared in (EngineEndpoints, PauseEndpoints, SleepEndpoints)
+    for name, spec in endpoints_of(declared).items()
+}
