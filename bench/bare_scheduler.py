@@ -19,6 +19,9 @@ from sglang.srt.server_args import PortArgs
 
 from sglrl_workers.engine.sglang import compat
 
+from .cases import Case, prompts
+from .engine_parts import TEMPERATURE, Repetitions
+
 
 class Feed:
     """Feeds the scheduler with requests and counts its output tokens.
@@ -27,8 +30,9 @@ class Feed:
     scheduler to shut down.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, case: Case) -> None:
         self.error: Exception | None = None
+        self._case = case
         self._plan: list[tuple[int, int]] = []
         self._ready: list[Any] = []
         self._running: dict[str, float] = {}
@@ -38,37 +42,15 @@ class Feed:
         self._latencies: list[float] = []
         self._first = self._last = 0.0
 
-    def begin(
-        self,
-        plan: list[tuple[int, int]],
-        prompts: Callable[[int, int], list[list[int]]],
-        in_flight: int,
-        new_tokens: int,
-        temperature: float,
-        flush: Callable[[], bool],
-        mark: Callable[[], None],
-        done: Callable[[int, int, float, list[float]], None],
-    ) -> None:
-        """Set the plan and the load.
+    def begin(self, repetitions: Repetitions, flush: Callable[[], bool]) -> None:
+        """Set the plan.
 
         Args:
-            plan: (repetition, number of requests), in order.
-            prompts: ``prompts(repetition, count)`` returns the token ids of ``count`` requests.
-            in_flight: how many requests run at the same time.
-            new_tokens: tokens that each request generates.
-            temperature: the sampling temperature.
             flush: empties the prefix cache. It returns False while the scheduler is not idle.
-            mark: called before each repetition.
-            done: ``done(repetition, tokens, seconds, latencies)`` is called after each repetition.
         """
-        self._plan = list(plan)
-        self._prompts = prompts
-        self._in_flight = in_flight
-        self._new_tokens = new_tokens
-        self._temperature = temperature
+        self._plan = repetitions.plan()
+        self._repetitions = repetitions
         self._flush = flush
-        self._mark = mark
-        self._done = done
 
     def pull(self) -> list[Any]:
         """Return the requests that the scheduler receives before its next step."""
@@ -87,7 +69,7 @@ class Feed:
     def _pull(self) -> list[Any]:
         if not self._ready and not self._running:
             if self._repetition is not None:
-                self._done(
+                self._repetitions.add(
                     self._repetition, self._tokens, self._last - self._first, self._latencies
                 )
                 self._repetition = None
@@ -97,19 +79,20 @@ class Feed:
                 # The scheduler still holds its last batch. The loop calls ``pull`` again.
                 return []
             repetition, count = self._plan.pop(0)
+            samples = self._case.samples
+            distinct = prompts(self._case, repetition, count // samples)
             self._ready = [
-                self._request(f"{repetition}-{i}.", ids)
-                for i, ids in enumerate(self._prompts(repetition, count))
+                self._request(f"{repetition}-{i}.", distinct[i // samples]) for i in range(count)
             ]
             self._ready.reverse()
             self._repetition = repetition
             self._tokens = 0
             self._latencies = []
-            self._mark()
+            self._repetitions.mark()
             self._first = time.perf_counter()
         now = time.perf_counter()
         pulled = []
-        while self._ready and len(self._running) < self._in_flight:
+        while self._ready and len(self._running) < self._case.in_flight:
             request = self._ready.pop()
             self._running[request.rid] = now
             pulled.append(request)
@@ -117,7 +100,7 @@ class Feed:
 
     def _request(self, rid: str, ids: list[int]) -> TokenizedGenerateReqInput:
         params = SamplingParams(
-            max_new_tokens=self._new_tokens, temperature=self._temperature, ignore_eos=True
+            max_new_tokens=self._case.new, temperature=TEMPERATURE, ignore_eos=True
         )
         params.normalize(None)
         return TokenizedGenerateReqInput(

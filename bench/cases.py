@@ -1,4 +1,4 @@
-"""The cases of ``bench.engine``: a model, a load and the engine arguments of every system."""
+"""Models with loads, and the engine arguments of every system that runs them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import json
 import os
 import random
 import tempfile
+from collections.abc import Mapping
+from enum import StrEnum
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import sglrl
 from sglrl.config import cache_dir
 
 _QWEN3 = {
@@ -32,31 +35,23 @@ _QWEN3 = {
     "use_sliding_window": False,
     "vocab_size": 151_936,
 }
-_SHAPES: dict[str, dict[str, Any]] = {
-    "qwen3-0.6b": {
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "intermediate_size": 3072,
-        "max_window_layers": 28,
-        "tie_word_embeddings": True,
-    },
-    "qwen3-8b": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "intermediate_size": 12_288,
-        "max_window_layers": 36,
-        "tie_word_embeddings": False,
-    },
-    "qwen3-32b": {
-        "hidden_size": 5120,
-        "num_hidden_layers": 64,
-        "num_attention_heads": 64,
-        "intermediate_size": 25_600,
-        "max_window_layers": 64,
-        "tie_word_embeddings": False,
-    },
+
+
+def _shape(hidden: int, layers: int, heads: int, middle: int, tied: bool) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "max_window_layers": layers,
+        "num_attention_heads": heads,
+        "intermediate_size": middle,
+        "tie_word_embeddings": tied,
+    }
+
+
+_SHAPES = {
+    "qwen3-0.6b": _shape(1024, 28, 16, 3072, True),
+    "qwen3-8b": _shape(4096, 36, 32, 12_288, False),
+    "qwen3-32b": _shape(5120, 64, 64, 25_600, False),
 }
 _RECIPE = 1
 """Change this number when the files written change. It keeps an old folder from being used."""
@@ -71,6 +66,7 @@ class Case(NamedTuple):
         new: tokens that each request generates.
         requests: requests in one repetition.
         samples: requests that have the same prompt. A system makes them in one call if it can.
+        extra: engine arguments of every system, which override the others.
     """
 
     name: str
@@ -84,11 +80,70 @@ class Case(NamedTuple):
     requests: int
     repeats: int
     samples: int = 1
+    extra: Mapping[str, Any] = {}
 
     @property
-    def tokens(self) -> int:
-        """Tokens generated in one repetition."""
-        return self.requests * self.new
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables for every system.
+
+        On a CPU, the engine's threads share the cores with its clients. If waiting threads spun,
+        the bench would measure the operating system's scheduler.
+        """
+        return {} if self.on_gpu else {"OMP_WAIT_POLICY": "PASSIVE"}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """SGLang's ``ServerArgs`` for every system, without model, device, dtype and tokenizer."""
+        found: dict[str, Any] = {"random_seed": 1}
+        if self.on_gpu:
+            # Capture a CUDA graph for the case's own batch size, so that full batches decode in
+            # one.
+            found |= gpu_arguments(cuda_graph_max_bs_decode=self.in_flight)
+        return {**found, **self.extra}
+
+    @property
+    def folder(self) -> str:
+        """A folder with config and tokenizer, made on first use, without a network.
+
+        Only the tiny model's folder has weights.
+        """
+        from sglrl.api.tiny_model import make_tokenizer, tiny_model
+
+        if self.model == "tiny":
+            return str(tiny_model())
+        folder = cache_dir() / f"bench-{_RECIPE}-{self.model}"
+        if not (folder / "config.json").is_file():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
+            make_tokenizer(scratch, 512)
+            (scratch / "config.json").write_text(
+                json.dumps(_QWEN3 | _SHAPES[self.model], indent=2), encoding="utf-8"
+            )
+            os.replace(scratch, folder)
+        return str(folder)
+
+    def launch(self, folder: str | None = None, **arguments: Any) -> sglrl.Client:
+        """Return a pool with the case's engine arguments. ``arguments`` are those of ``launch``."""
+        given = {"device": self.device, "dtype": self.dtype, **self.arguments, **arguments}
+        return sglrl.launch(folder or self.folder, **given)
+
+    def server_arguments(self, folder: str | None = None, **arguments: Any) -> dict[str, Any]:
+        """Return all ``ServerArgs`` for the systems that are SGLang's own."""
+        from .sglang_cpu import cpu_arguments
+
+        return {
+            "model_path": folder or self.folder,
+            "device": self.device,
+            "dtype": self.dtype,
+            "log_level": "warning",
+            **({} if self.on_gpu else cpu_arguments()),
+            **self.arguments,
+            **arguments,
+        }
 
 
 CASES = {
@@ -99,60 +154,22 @@ CASES = {
         Case("8b", "qwen3-8b", "cuda", "bfloat16", 151_936, 512, 256, 256, 512, 3),
     )
 }
-
-GPU_ARGUMENTS: dict[str, Any] = {
-    "load_format": "dummy",
-    "attention_backend": "triton",
-    "sampling_backend": "pytorch",
-    "disable_prefill_cuda_graph": True,
-}
+CaseName = StrEnum("CaseName", {name: name for name in CASES})  # type: ignore[misc]
 
 
-def environment(case: Case) -> dict[str, str]:
-    """Return the environment variables for every system.
-
-    On a CPU, the engine's threads share the cores with its clients. If waiting threads spun, the
-    bench would measure the operating system's scheduler.
-    """
-    return {"OMP_WAIT_POLICY": "PASSIVE"} if case.device == "cpu" else {}
-
-
-def engine_arguments(case: Case, extra: dict[str, Any]) -> dict[str, Any]:
-    """Return SGLang's ``ServerArgs`` for every system, without model, device, dtype and tokenizer.
-
-    Arguments that this SGLang version does not have are omitted. ``extra`` overrides the rest.
-    """
+def gpu_arguments(**more: Any) -> dict[str, Any]:
+    """Return engine arguments for a GPU, without those that this SGLang version does not have."""
     from sglrl.api.engine_fields import engine_fields
 
-    arguments: dict[str, Any] = {"random_seed": 1}
-    if case.device == "cuda":
-        known = engine_fields()
-        # Capture a CUDA graph for the case's own batch size, so that full batches decode in one.
-        wanted = GPU_ARGUMENTS | {"cuda_graph_max_bs_decode": case.in_flight}
-        arguments |= {name: value for name, value in wanted.items() if name in known}
-    return arguments | extra
-
-
-def model_folder(case: Case) -> Path:
-    """Return a folder with config and tokenizer. The first call makes it, without a network.
-
-    Only the tiny model's folder has weights.
-    """
-    from sglrl.api.tiny_model import make_tokenizer, tiny_model
-
-    if case.model == "tiny":
-        return tiny_model()
-    folder = cache_dir() / f"bench-{_RECIPE}-{case.model}"
-    if (folder / "config.json").is_file():
-        return folder
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
-    make_tokenizer(scratch, 512)
-    (scratch / "config.json").write_text(
-        json.dumps(_QWEN3 | _SHAPES[case.model], indent=2), encoding="utf-8"
-    )
-    os.replace(scratch, folder)
-    return folder
+    known = engine_fields()
+    wanted = {
+        "load_format": "dummy",
+        "attention_backend": "triton",
+        "sampling_backend": "pytorch",
+        "disable_prefill_cuda_graph": True,
+        **more,
+    }
+    return {name: value for name, value in wanted.items() if name in known}
 
 
 def prompts(case: Case, repetition: int, count: int) -> list[list[int]]:

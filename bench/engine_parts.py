@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import statistics
-import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import psutil
 
-from . import sglang_http
 from .cases import Case, prompts
-from .load import percentile
-from .parts import Note, serve_part
+from .load import cpu_seconds, percentile
+from .parts import Note
+from .sglang_server import sglang_server
 
 Generate = Callable[[list[int]], Awaitable[int]]
 """Send one prompt, await all samples, and return the number of tokens that have a logprob."""
@@ -29,15 +27,14 @@ Generate = Callable[[list[int]], Awaitable[int]]
 Flush = Callable[[], Awaitable[Any]]
 """Empty the prefix cache, so that no repetition pays for evicting older prompts."""
 
-_TEMPERATURE = 1.0
+TEMPERATURE = 1.0
 
 
-class _Repetitions:
+class Repetitions:
     """Collects the repetitions of one system."""
 
-    def __init__(self, case: Case, repeats: int, begun: float, note: Note) -> None:
+    def __init__(self, case: Case, begun: float, note: Note) -> None:
         self.case = case
-        self.repeats = repeats
         self.note = note
         self.start_seconds = time.perf_counter() - begun
         self.rates: list[float] = []
@@ -49,7 +46,7 @@ class _Repetitions:
     def plan(self) -> list[tuple[int, int]]:
         """Return (repetition, requests). The first is the warm-up: one full batch of this shape."""
         case = self.case
-        return [(-1, self._warm), *((i, case.requests) for i in range(self.repeats))]
+        return [(-1, self._warm), *((i, case.requests) for i in range(case.repeats))]
 
     @property
     def _warm(self) -> int:
@@ -57,7 +54,7 @@ class _Repetitions:
 
     def mark(self) -> None:
         """Store the CPU time. Call this right before the clock of a repetition starts."""
-        self._cpu_before = _cpu_seconds()
+        self._cpu_before = _total_cpu_seconds()
 
     def add(self, repetition: int, tokens: int, seconds: float, latencies: list[float]) -> None:
         """Record a repetition. The warm-up is checked, but not recorded.
@@ -71,10 +68,12 @@ class _Repetitions:
             raise ValueError(f"{tokens} tokens with logprobs came back, {expected} were asked for")
         if repetition < 0:
             return
-        self.cpu_us.append((_cpu_seconds() - self._cpu_before) / tokens * 1e6)
+        self.cpu_us.append((_total_cpu_seconds() - self._cpu_before) / tokens * 1e6)
         self.rates.append(tokens / seconds)
         self.latencies.append(latencies)
-        self.note(f"repetition {repetition + 1} of {self.repeats}: {self.rates[-1]:,.0f} tokens/s")
+        self.note(
+            f"repetition {repetition + 1} of {self.case.repeats}: {self.rates[-1]:,.0f} tokens/s"
+        )
 
     def result(self) -> dict[str, Any]:
         return {
@@ -87,26 +86,25 @@ class _Repetitions:
         }
 
 
-def _cpu_seconds() -> float:
-    """Return user and system seconds of this process and its children: client, server, engine."""
+def _total_cpu_seconds() -> float:
+    """Return the CPU time of this process and its children: client, server and engine."""
     me = psutil.Process()
     total = 0.0
     for process in (me, *me.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
-            times = process.cpu_times()
-            total += times.user + times.system
+            total += cpu_seconds(process)
     return total
 
 
 async def _measure(
-    generate: Generate, flush: Flush, case: Case, repeats: int, begun: float, note: Note
+    generate: Generate, flush: Flush, case: Case, begun: float, note: Note
 ) -> dict[str, Any]:
     """Measure a system under the load of an asyncio client.
 
     ``in_flight`` samples run at the same time. Each task sends its next prompt when its last one is
     answered.
     """
-    repetitions = _Repetitions(case, repeats, begun, note)
+    repetitions = Repetitions(case, begun, note)
     clock = time.perf_counter
     for repetition, count in repetitions.plan():
         waiting = iter(prompts(case, repetition, count // case.samples))
@@ -131,49 +129,33 @@ async def _measure(
     return repetitions.result()
 
 
-# --- our client -------------------------------------------------------------------------------
-
-
-def _sglrl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    import uvloop
-
-    return uvloop.run(_sglrl_main(options, note))
-
-
-async def _sglrl_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    import sglrl
-
-    case, begun = Case(*options["case"]), time.perf_counter()
+async def sglrl(note: Note, *, case: Case, folder: str) -> dict[str, Any]:
+    begun = time.perf_counter()
     note("starting")
-    async with sglrl.launch(
-        options["model"], device=case.device, dtype=case.dtype, **options["arguments"]
-    ) as client:
+    async with case.launch(folder) as client:
 
         async def generate(ids: list[int]) -> int:
-            found: Any = await client.generate(
+            made: Any = await client.generate(
                 input_ids=ids,
                 n=case.samples,
                 max_new_tokens=case.new,
                 ignore_eos=True,
-                temperature=_TEMPERATURE,
+                temperature=TEMPERATURE,
                 logprobs=True,
             )
-            completions = found if isinstance(found, list) else [found]
+            completions = made if isinstance(made, list) else [made]
             return sum(min(len(one.output_ids), len(one.logprobs)) for one in completions)
 
-        return await _measure(generate, client.flush_cache, case, options["repeats"], begun, note)
+        return await _measure(generate, client.flush_cache, case, begun, note)
 
 
-# --- the bare scheduler -----------------------------------------------------------------------
-
-
-def _bare(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+def bare(note: Note, *, case: Case, folder: str) -> dict[str, Any]:
     """Run SGLang's scheduler loop alone. Requests arrive in memory, and outputs are only counted.
 
     This is the upper limit for every way to call an engine. The requests are made before the clock
     starts.
     """
-    case, begun = Case(*options["case"]), time.perf_counter()
+    begun = time.perf_counter()
     note("starting")
     from sglang.srt.server_args import PortArgs, ServerArgs
 
@@ -182,56 +164,24 @@ def _bare(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     from . import sglang_cpu
     from .bare_scheduler import BareScheduler, Feed
 
-    if case.device == "cpu":
+    if not case.on_gpu:
         # Our worker attends in the same way. So only the fabric can cause a difference.
         sglang_cpu.prepare("cpu_attention")
-    server_args = ServerArgs(**_server_arguments(options))
+    server_args = ServerArgs(**case.server_arguments(folder, skip_tokenizer_init=True))
     port_args = PortArgs.init_new(server_args)
     compat.publish_arguments(server_args, 0, 0)
-    feed = Feed()
+    feed = Feed(case)
     scheduler = BareScheduler(feed, *compat.scheduler_arguments(server_args, port_args, 0, 0))
-    repetitions = _Repetitions(case, options["repeats"], begun, note)
-    feed.begin(
-        repetitions.plan(),
-        lambda repetition, count: [
-            ids
-            for ids in prompts(case, repetition, count // case.samples)
-            for _ in range(case.samples)
-        ],
-        case.in_flight,
-        case.new,
-        _TEMPERATURE,
-        scheduler.flush_cache,
-        repetitions.mark,
-        repetitions.add,
-    )
+    repetitions = Repetitions(case, begun, note)
+    feed.begin(repetitions, scheduler.flush_cache)
     scheduler.run_event_loop()
     if feed.error is not None:
         raise feed.error
     return repetitions.result() | {"loop": "overlap" if scheduler.enable_overlap else "normal"}
 
 
-def _server_arguments(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the ``ServerArgs`` for the systems that are SGLang's own."""
-    from . import sglang_cpu
-
-    case = Case(*options["case"])
-    return {
-        "model_path": options["model"],
-        "device": case.device,
-        "dtype": case.dtype,
-        "skip_tokenizer_init": True,
-        "log_level": "warning",
-        **sglang_cpu.arguments(case.device),
-        **options["arguments"],
-    }
-
-
-# --- sglang.Engine ----------------------------------------------------------------------------
-
-
-def _engine(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    case, begun = Case(*options["case"]), time.perf_counter()
+def engine(note: Note, *, case: Case, folder: str) -> dict[str, Any]:
+    begun = time.perf_counter()
     note("starting")
     from sglang.srt.entrypoints.engine import Engine
 
@@ -240,35 +190,30 @@ def _engine(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     class CpuEngine(Engine):  # type: ignore[misc]
         run_scheduler_process_func = staticmethod(sglang_cpu.run_scheduler_process)
 
-    engine = (CpuEngine if case.device == "cpu" else Engine)(**_server_arguments(options))
+    made = (Engine if case.on_gpu else CpuEngine)(
+        **case.server_arguments(folder, skip_tokenizer_init=True)
+    )
     sampling = _sampling(case)
 
     async def generate(ids: list[int]) -> int:
-        answer = await engine.async_generate(
+        answer = await made.async_generate(
             input_ids=ids, sampling_params=sampling, return_logprob=True, stream=False
         )
         return _tokens(answer)
 
     try:
         # Use the engine's own loop. SGLang sets uvloop's policy on import.
-        result: dict[str, Any] = engine.loop.run_until_complete(
-            _measure(
-                generate,
-                engine.tokenizer_manager.flush_cache,
-                case,
-                options["repeats"],
-                begun,
-                note,
-            )
+        result: dict[str, Any] = made.loop.run_until_complete(
+            _measure(generate, made.tokenizer_manager.flush_cache, case, begun, note)
         )
         return result
     finally:
-        engine.shutdown()
+        made.shutdown()
 
 
 def _sampling(case: Case) -> dict[str, Any]:
     return {
-        "temperature": _TEMPERATURE,
+        "temperature": TEMPERATURE,
         "max_new_tokens": case.new,
         "ignore_eos": True,
         "n": case.samples,
@@ -283,51 +228,36 @@ def _tokens(answer: dict[str, Any] | list[dict[str, Any]]) -> int:
     )
 
 
-# --- SGLang's HTTP server ---------------------------------------------------------------------
-
-
-def _http(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    import uvloop
-
-    begun = time.perf_counter()
-    note("starting")
-    with sglang_http.serve(_server_arguments(options)) as port:
-        return uvloop.run(_http_main(f"http://127.0.0.1:{port}/generate", options, begun, note))
-
-
-async def _http_main(
-    url: str, options: Mapping[str, Any], begun: float, note: Note
-) -> dict[str, Any]:
+async def http(note: Note, *, case: Case, folder: str) -> dict[str, Any]:
     import aiohttp
     import msgspec
 
-    case = Case(*options["case"])
+    begun = time.perf_counter()
+    note("starting")
     # This JSON codec costs the client least.
     encode, decode = msgspec.json.Encoder().encode, msgspec.json.Decoder().decode
     headers = {"content-type": "application/json"}
     request = {"sampling_params": _sampling(case), "return_logprob": True, "stream": False}
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
-    ) as session:
+    arguments = case.server_arguments(folder, skip_tokenizer_init=True)
+    with sglang_server(arguments) as port:
+        url = f"http://127.0.0.1:{port}"
+        async with aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+        ) as session:
 
-        async def generate(ids: list[int]) -> int:
-            body = encode(request | {"input_ids": ids})
-            async with session.post(url, data=body, headers=headers) as response:
-                raw = await response.read()
-                if response.status != 200:
-                    raise RuntimeError(f"HTTP {response.status}: {raw[:300]!r}")
-            return _tokens(decode(raw))
+            async def post(path: str, body: bytes) -> bytes:
+                async with session.post(url + path, data=body, headers=headers) as response:
+                    raw = await response.read()
+                    if response.status != 200:
+                        raise RuntimeError(f"HTTP {response.status}: {raw[:300]!r}")
+                return raw
 
-        async def flush() -> None:
-            async with session.post(url.replace("/generate", "/flush_cache")) as response:
-                if response.status != 200:
-                    raise RuntimeError(f"HTTP {response.status}: {await response.text()}")
+            async def generate(ids: list[int]) -> int:
+                return _tokens(
+                    decode(await post("/generate", encode(request | {"input_ids": ids})))
+                )
 
-        return await _measure(generate, flush, case, options["repeats"], begun, note)
+            async def flush() -> None:
+                await post("/flush_cache", b"")
 
-
-if __name__ == "__main__":
-    serve_part({"sglrl": _sglrl, "bare": _bare, "engine": _engine, "http": _http})
-    sys.stderr.flush()
-    # SGLang's threads and CUDA teardown can take seconds and have nothing to save.
-    os._exit(0)
+            return await _measure(generate, flush, case, begun, note)

@@ -12,36 +12,26 @@ import tempfile
 import time
 import tracemalloc
 from collections import deque
-from collections.abc import Mapping
 from typing import Any
 
 import psutil
-import uvloop
 
-from .load import closed_loop, latency_and_rates, rate_summary
-from .parts import ROOT, Note, serve_part
-from .payload import LOGPROBS, TOKENS, VOCAB, Prompts
+from .fabric_peers import measure_actor
+from .fake_pool import SIMULATED_ENGINE, fake_pool
+from .load import Load, closed_loop, cpu_seconds, latency_and_rates, rate_summary
+from .parts import ROOT, Note
+from .payload import LOGPROBS, TOKENS, Prompts
 
 # --- sglrl ------------------------------------------------------------------------------------
 
 
-def _sglrl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    return uvloop.run(_sglrl_main(options, note))
-
-
-async def _sglrl_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+async def sglrl(
+    note: Note, *, replicas: int, address: str, load: Load, idle_seconds: float
+) -> dict[str, Any]:
     """Measure the whole client path to fake engines in worker processes."""
-    import sglrl
-
     prompts = Prompts()
     note("starting workers")
-    async with sglrl.launch(
-        "fake",
-        engine="fake",
-        replicas=options["replicas"],
-        address=options["address"],
-        vocab_size=VOCAB,
-    ) as client:
+    async with fake_pool(replicas=replicas, address=address) as client:
         generate = client.generate
         first = await generate(input_ids=prompts[0], max_new_tokens=TOKENS, logprobs=True)
         assert first.output_ids.tolist() == prompts[0]
@@ -49,7 +39,7 @@ async def _sglrl_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
         assert first.logprobs.tolist() == LOGPROBS
         result = await latency_and_rates(
             lambda i: generate(input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True),
-            options,
+            load,
             note,
         )
 
@@ -58,35 +48,24 @@ async def _sglrl_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
             _ = completion.output_ids, completion.logprobs
 
         note("512 in flight, arrays read")
-        windows = await closed_loop(and_read, 512, options["seconds"], options["repeats"])
+        windows = await closed_loop(and_read, 512, load.seconds, load.repeats)
         result["arrays_read"] = rate_summary(windows)
         note("idle workers")
-        result["idle_cpu"] = await _idle_cpu([w.pid for w in client.workers], options["idle"])
+        result["idle_cpu"] = await _idle_cpu([w.pid for w in client.workers], idle_seconds)
     return result
 
 
 async def _idle_cpu(pids: list[int], seconds: float) -> float:
     """Return the largest share of a core that any of these processes uses without calls."""
     processes = [psutil.Process(pid) for pid in pids]
-
-    def used() -> list[float]:
-        return [(t := p.cpu_times()).user + t.system for p in processes]
-
-    before, begun = used(), time.perf_counter()
+    before, begun = [cpu_seconds(p) for p in processes], time.perf_counter()
     await asyncio.sleep(seconds)
-    after, elapsed = used(), time.perf_counter() - begun
+    after, elapsed = [cpu_seconds(p) for p in processes], time.perf_counter() - begun
     return max((b - a) / elapsed for a, b in zip(before, after, strict=True))
 
 
-# --- a plain actor ----------------------------------------------------------------------------
-
-
-def _actor(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+async def actor(note: Note, *, load: Load) -> dict[str, Any]:
     """Measure an actor that echoes, as the actors of the peers do."""
-    return uvloop.run(_actor_main(options, note))
-
-
-async def _actor_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     import sglrl
 
     class Echo(sglrl.Actor):
@@ -96,23 +75,13 @@ async def _actor_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
         ) -> tuple[list[int], list[float]]:
             return input_ids, LOGPROBS
 
-    prompts = Prompts()
     note("starting an actor")
     async with sglrl.spawn(Echo) as echo:
-        generate = echo.generate
-        assert await generate(prompts[0], TOKENS, True) == (prompts[0], LOGPROBS)
-        return await latency_and_rates(lambda i: generate(prompts[i], TOKENS, True), options, note)
+        return await measure_actor(echo.generate, load, note)
 
 
-# --- the transport alone ----------------------------------------------------------------------
-
-
-def _transport(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+async def transport(note: Note, *, load: Load) -> dict[str, Any]:
     """Send equal bytes over our sockets, one message a call, without codec, checks or routing."""
-    return uvloop.run(_transport_main(options, note))
-
-
-async def _transport_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     from sglrl.transport.zmq import ZmqRouter
 
     from .zmq_echo import END, IDENTITY
@@ -137,7 +106,7 @@ async def _transport_main(options: Mapping[str, Any], note: Note) -> dict[str, A
             router.send(IDENTITY, [payload])
             return answer
 
-        result = await latency_and_rates(call, options, note)
+        result = await latency_and_rates(call, load, note)
         router.send(IDENTITY, [END])
         await echo.wait()
         router.close()
@@ -147,47 +116,32 @@ async def _transport_main(options: Mapping[str, Any], note: Note) -> dict[str, A
 # --- memory of calls that wait at the driver --------------------------------------------------
 
 
-def _waiting(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    return uvloop.run(_waiting_main(options, note))
-
-
-async def _waiting_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+async def waiting(note: Note, *, calls: int, bare: bool) -> dict[str, Any]:
     """Measure the memory of calls that wait at the driver for a slow worker, in bytes a call.
 
     With ``bare``, measure tasks that hold a prompt of the same size and wait for a bare asyncio
     future, in the same kind of process. Every client needs at least this memory.
     """
-    import sglrl
-
-    count = options["calls"]
     prompts = Prompts()
     note("starting a slow worker")
-    async with sglrl.launch(
-        "fake",
-        engine="fake",
-        vocab_size=VOCAB,
-        window=1,
-        tokens_per_step=1,
-        step_seconds=0.02,
-        max_queue=count,
-    ) as client:
+    async with fake_pool(window=1, tokens_per_step=1, step_seconds=0.02, max_queue=calls) as client:
 
         async def call(i: int) -> None:
             await client.generate(input_ids=prompts[i], max_new_tokens=4096, logprobs=True)
 
-        async def bare(i: int) -> None:
+        async def wait(i: int) -> None:
             ids = prompts[i]
             await asyncio.get_running_loop().create_future()
             del ids
 
-        held = bare if options["bare"] else call
+        held = wait if bare else call
         # Allocate what is allocated only once: caches, the driver's tables.
         await _hold(held, 10, _resident)
-        note(f"{count:,} wait")
+        note(f"{calls:,} wait")
         # Measure the growth of the process first. Later, freed memory would hide part of it.
-        resident = await _hold(held, count, _resident)
-        allocated = await _hold(held, count, _allocated)
-    return {"calls": count, "resident_bytes": resident, "allocated_bytes": allocated}
+        resident = await _hold(held, calls, _resident)
+        allocated = await _hold(held, calls, _allocated)
+    return {"calls": calls, "resident_bytes": resident, "allocated_bytes": allocated}
 
 
 def _resident() -> int:
@@ -251,32 +205,21 @@ class _MemoryPool:
         from sglrl.weights.channel import WeightChannel
         from sglrl.wire.calls import PROTOCOL_VERSION, Item, ItemKind, Ready, Results, Submit
         from sglrl.wire.codec import decode_to_worker, encode
-        from sglrl.wire.engine import EngineInfo, GenerateArgs, TokenChunk
+        from sglrl.wire.engine import GenerateArgs, TokenChunk
 
         router = MemoryRouter()
         self.weights = WeightChannel(lambda worker, reason: None)
         self.workers: list[Any] = []
         self.outer_address = ""
+        self.engine = SIMULATED_ENGINE
         self.echo_seconds = 0.0
         # True for one message in ``_TIMED``.
         clocked = itertools.cycle([False] * (_TIMED - 1) + [True]).__next__
         self.driver = Driver(router, FabricConfig(routing=routing))
         decode_args = msgspec.msgpack.Decoder(GenerateArgs).decode
         logprobs = struct.pack(f"<{TOKENS}f", *LOGPROBS)
-        self.engine = EngineInfo(
-            model="echo",
-            architecture="Echo",
-            dtype="float32",
-            device="cpu",
-            vocab_size=VOCAB,
-            context_length=32_768,
-            max_prompt_tokens=32_767,
-            max_total_tokens=32_768,
-            eos_token_ids=[],
-            kv_cache_tokens=1 << 20,
-        )
         pid, endpoints = os.getpid(), ["generate"]
-        ready = Ready(PROTOCOL_VERSION, pid, 1024, endpoints, "cpu", self.engine)
+        ready = Ready(PROTOCOL_VERSION, pid, 1024, endpoints, "cpu", SIMULATED_ENGINE)
 
         def connect(index: int) -> None:
             identity = str(index).encode()
@@ -298,9 +241,7 @@ class _MemoryPool:
             dealer.start(echo)
             dealer.send([encode(ready)])
 
-        self._all_ready = asyncio.Event()
-
-        all_ready = self._all_ready
+        self._all_ready = all_ready = asyncio.Event()
 
         class Listener(DriverListener):
             def on_ready(self, worker: int, ready: Ready) -> None:
@@ -323,44 +264,30 @@ class _MemoryPool:
         self.driver.transport.close()
 
 
-def _memory(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    return uvloop.run(_memory_main(options, note))
-
-
-async def _memory_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+async def memory(
+    note: Note, *, workers: int, routing: tuple[str, ...], load: Load
+) -> dict[str, Any]:
     """Measure client and driver with ``workers`` echoes in the same process and event loop."""
     from sglrl.client.client import Client
     from sglrl.control.pool_control import PoolControl
 
     prompts = Prompts()
-    pool: Any = _MemoryPool(options["workers"], tuple(options["routing"]))
+    pool: Any = _MemoryPool(workers, routing)
     rates: dict[str, Any] = {}
     async with Client(pool, PoolControl(pool), model="echo", timeout=None) as client:
         generate = client.generate
-        for level in options["levels"]:
+        for level in load.levels:
             note(f"{level} in flight")
             pool.echo_seconds = 0.0
             begun = time.thread_time()
             windows = await closed_loop(
                 lambda i: generate(input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True),
                 level,
-                options["seconds"],
-                options["repeats"],
+                load.seconds,
+                load.repeats,
             )
             echo_share = pool.echo_seconds / (time.thread_time() - begun)
             summary = rate_summary(windows)
             summary["driver_us"] = summary["loop_us"] * (1 - echo_share)
             rates[str(level)] = summary
     return {"rates": rates}
-
-
-if __name__ == "__main__":
-    serve_part(
-        {
-            "sglrl": _sglrl,
-            "transport": _transport,
-            "waiting": _waiting,
-            "memory": _memory,
-            "actor": _actor,
-        }
-    )

@@ -1,13 +1,17 @@
-"""The cases of ``bench.faults``: a pool, its load and its faults."""
+"""The cases of ``bench.faults``: a pool, its load with known answers, and its faults."""
 
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+import sglrl
+
 from .cases import CASES as ENGINE_CASES
-from .cases import engine_arguments, model_folder
-from .fault_load import Prompt
+from .fault_load import Answer, Load, Prompt, fault_free
 from .fault_schedule import DROP, HANG, KILL, SLOW, STOP, UPDATE
 
 
@@ -44,7 +48,7 @@ class FaultCase(NamedTuple):
         """The model's folder, made on first use."""
         if self.is_fake:
             return "fake"
-        return str(model_folder(ENGINE_CASES["8b" if self.on_gpus else "tiny-cpu"]))
+        return ENGINE_CASES["8b" if self.on_gpus else "tiny-cpu"].folder
 
     @property
     def is_fake(self) -> bool:
@@ -68,16 +72,49 @@ class FaultCase(NamedTuple):
             for i in range(4 * self.in_flight)
         ]
 
-    def arguments(self) -> dict[str, Any]:
-        """Return arguments for ``launch``.
+    def launch(self, model: str | None = None, **more: Any) -> sglrl.Client:
+        """Return a pool that replaces lost workers without limit.
 
         A fake step yields four tokens in 10 ms, so calls take 0.1 to 0.4 s.
         """
+        engine: dict[str, Any] = {"device": "cpu", "max_running_requests": 32}
         if self.is_fake:
-            return {"engine": "fake", "tokens_per_step": 4, "step_seconds": 0.01}
-        if self.on_gpus:
-            return {"device": "cuda"} | engine_arguments(ENGINE_CASES["8b"], {})
-        return {"device": "cpu", "max_running_requests": 32}
+            engine = {"engine": "fake", "tokens_per_step": 4, "step_seconds": 0.01}
+        elif self.on_gpus:
+            engine = {"device": "cuda", **ENGINE_CASES["8b"].arguments}
+        given = {"replicas": self.replicas, "hang_timeout": self.hang_timeout, **engine, **more}
+        return sglrl.launch(model or self.model, restarts=10**9, **given)
+
+    async def load(self, client: sglrl.Client, seed: int, pause: float = 0.0) -> Load:
+        """Return callers whose prompts have one right answer each: a pool's without faults."""
+        prompts = self.prompts(seed)
+        if self.is_fake:
+            answers: list[Answer | None] = [_by_formula(prompt) for prompt in prompts]
+        else:
+            answers = await fault_free(client, prompts, self.in_flight, self.tolerance)
+        pairs = [(p, a) for p, a in zip(prompts, answers, strict=True) if a is not None]
+        return Load(
+            client,
+            [prompt for prompt, _ in pairs],
+            [answer for _, answer in pairs],
+            in_flight=self.in_flight,
+            tolerance=self.tolerance,
+            pause=pause,
+        )
+
+
+def _by_formula(prompt: Prompt) -> Answer:
+    """Compute a fake engine's answer, see ``workers/engine/fake.py``."""
+    count = prompt.options["max_new_tokens"]
+    logprobs = (-(np.arange(count, dtype=np.float32) + 1) / 1024).astype("<f4")
+    return Answer(np.resize(np.array(prompt.ids, dtype=np.int32), count), logprobs, "length")
+
+
+def weights_of(model: str) -> dict[str, Any]:
+    """Return the weights that the workers already have, so that an update changes no answer."""
+    from safetensors.torch import load_file
+
+    return {k: v for file in Path(model).glob("*.safetensors") for k, v in load_file(file).items()}
 
 
 CASES = {

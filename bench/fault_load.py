@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,10 +19,14 @@ from numpy.typing import NDArray
 
 import sglrl
 from sglrl.core.calls import RUNNING, SENT
+from sglrl.core.invariants import validate
 from sglrl.inference import replies
+
+from .parts import Note
 
 _TIMEOUT = 60.0
 """Seconds after which a call without an answer counts as lost."""
+_NOTE_SECONDS = 5.0
 _EXAMPLES = 20
 _REMEMBERED = 2_000
 """Ended calls remembered. The limit keeps the bench's own memory from growing during a soak."""
@@ -76,11 +80,18 @@ class Strike:
 
 
 @dataclass
-class Books:
+class Outcomes:
     """Counts the outcomes of calls.
 
     Every submitted call is answered or lost. An answer is right, duplicated (it has tokens twice,
     or too many tokens) or wrong.
+
+    Attributes:
+        streams: calls of ``stream``.
+        resumed: calls that another worker continued.
+        losses: workers that these calls lost.
+        recomputed: tokens that another worker had to prefill to continue.
+        reasons: examples of errors, with their number.
     """
 
     submitted: int = 0
@@ -100,10 +111,10 @@ class Books:
         settled = self.submitted == self.answered + self.lost
         return settled and not (self.lost or self.duplicated or self.wrong)
 
-    def complain(self, what: str) -> None:
+    def add_example(self, text: str) -> None:
         """Keep an example of an error."""
-        if what in self.reasons or len(self.reasons) < _EXAMPLES:
-            self.reasons[what] += 1
+        if text in self.reasons or len(self.reasons) < _EXAMPLES:
+            self.reasons[text] += 1
 
 
 class _Reading:
@@ -155,7 +166,7 @@ class Load:
         self.in_flight = in_flight
         self.tolerance = tolerance
         self.pause = pause
-        self.books = Books()
+        self.outcomes = Outcomes()
         self._readings: dict[bytes, _Reading] = {}
         self._stopping = False
 
@@ -164,6 +175,33 @@ class Load:
             async with asyncio.TaskGroup() as group:
                 for caller in range(self.in_flight):
                     group.create_task(self._call(caller))
+
+    @asynccontextmanager
+    async def running(self, faults: Callable[[], int], note: Note) -> AsyncIterator[None]:
+        """Run the callers during the block, and tell now and then how their calls ended.
+
+        Args:
+            faults: returns the number of faults so far.
+        """
+
+        async def tell() -> None:
+            while True:
+                o = self.outcomes
+                note(
+                    f"{faults()} faults; {o.answered:,} calls answered, {o.lost} lost, "
+                    f"{o.duplicated} duplicated, {o.wrong} wrong"
+                )
+                await asyncio.sleep(_NOTE_SECONDS)
+
+        async with asyncio.TaskGroup() as group:
+            calls = group.create_task(self.run())
+            notes = group.create_task(tell())
+            try:
+                yield
+            finally:
+                notes.cancel()
+                self.stop()
+            await calls
 
     def stop(self) -> None:
         """Start no more calls. Running calls are still awaited."""
@@ -193,6 +231,13 @@ class Load:
         most = fabric.config.max_attempts - 1
         return all(call.losses < most for call in fabric.members[worker].calls.values())
 
+    def left_over(self) -> list[str]:
+        """Check the driver's tables, and return what is wrong if no call runs."""
+        fabric = self.client._pool.driver.fabric
+        validate(fabric)
+        left = len(fabric.calls)
+        return [f"{left} calls are left in the driver's tables"] if left else []
+
     async def _call(self, caller: int) -> None:
         turn = caller
         while not self._stopping:
@@ -205,11 +250,11 @@ class Load:
                     break
 
     async def _ask(self, prompt: Prompt, answer: Answer, streamed: bool) -> None:
-        books = self.books
-        books.submitted += 1
+        outcomes = self.outcomes
+        outcomes.submitted += 1
         try:
             if streamed:
-                books.streams += 1
+                outcomes.streams += 1
                 made, pieces = await self._read(prompt)
             else:
                 made = await self.client.generate(
@@ -217,17 +262,17 @@ class Load:
                 )
                 pieces = [made]
         except sglrl.SglrlError as error:
-            books.lost += 1
-            books.complain(f"{type(error).__name__}: {error}")
+            outcomes.lost += 1
+            outcomes.add_example(f"{type(error).__name__}: {error}")
             # A pool without workers rejects calls at once. Let the event loop run in between.
             await asyncio.sleep(0.01)
             return
-        books.answered += 1
-        books.resumed += made.resumed > 0
-        books.losses += made.resumed
-        books.tokens += len(made.output_ids)
+        outcomes.answered += 1
+        outcomes.resumed += made.resumed > 0
+        outcomes.losses += made.resumed
+        outcomes.tokens += len(made.output_ids)
         # A call that was lost before its first token is prefilled again from its start.
-        books.recomputed += sum(made.resumed_at) + made.resumed * len(prompt.ids)
+        outcomes.recomputed += sum(made.resumed_at) + made.resumed * len(prompt.ids)
         self._check(prompt, answer, made, pieces)
 
     async def _read(self, prompt: Prompt) -> tuple[sglrl.Completion, list[Any]]:
@@ -258,12 +303,14 @@ class Load:
         Args:
             pieces: the chunks of a stream, which must add up to the whole answer.
         """
-        books = self.books
+        outcomes = self.outcomes
         expected, count = answer.ids, len(answer.ids)
         ids = np.concatenate([p.output_ids for p in pieces])
         if len(ids) > count or len(made.output_ids) > count:
-            books.duplicated += 1
-            books.complain(f"{len(ids)} tokens where {count} were right, resumed {made.resumed}")
+            outcomes.duplicated += 1
+            outcomes.add_example(
+                f"{len(ids)} tokens where {count} were right, resumed {made.resumed}"
+            )
             return
         logprobs = np.concatenate([p.logprobs for p in pieces])
         ends = [span.stop for span in made.versions]
@@ -283,8 +330,8 @@ class Load:
         }
         found = [name for name, is_wrong in faults.items() if is_wrong]
         if found:
-            books.wrong += 1
-            books.complain(
+            outcomes.wrong += 1
+            outcomes.add_example(
                 f"wrong {', '.join(found)}: {len(ids)} tokens of {count} after {len(prompt.ids)}, "
                 f"resumed at {made.resumed_at}, {len(pieces)} pieces"
             )
@@ -304,8 +351,8 @@ class Load:
                 # Another pool of this process has calls with the same numbers.
                 key = (call.id, call.submitted_at)
                 if key in ended:
-                    self.books.duplicated += 1
-                    self.books.complain(f"a call ended twice: {call!r}")
+                    self.outcomes.duplicated += 1
+                    self.outcomes.add_example(f"a call ended twice: {call!r}")
                 ended[key] = None
                 if len(ended) > _REMEMBERED:
                     del ended[next(iter(ended))]

@@ -1,4 +1,4 @@
-"""Draw kind, worker and time of each fault from a seed, so that a run can be repeated.
+"""Draw kind, target and time of each fault from a seed, so that a run can be repeated.
 
 A run keeps these times as well as the machine allows. Two runs of one seed still differ, because
 the processes race each other. The bench is made to test these races.
@@ -28,9 +28,52 @@ FATAL = (KILL, HANG, DROP, UPDATE)
 STANDING = (STOP, HANG, SLOW)
 """Faults during which the worker keeps its calls and gets more, but does little or no work."""
 
-_BURST = 0.2
-"""Share of faults that happen together with the previous fault."""
-_SECONDS = {STOP: (0.05, 0.8), SLOW: (0.2, 1.0), UPDATE: (0.0, 0.08)}
+BLINK = "blink"
+"""The link of a host is down for less than the heartbeat timeout."""
+AWAY = "away"
+"""The link is down for longer. The workers return."""
+INWARD = "inward"
+"""As AWAY, but only packets to the host are lost."""
+OUTWARD = "outward"
+"""As AWAY, but only packets from the host are lost."""
+GONE = "gone"
+"""The link is down for longer than the orphan timeout. The workers are replaced."""
+WORKER = "worker"
+"""SIGKILL to a worker of the host."""
+NODE = "node"
+"""SIGKILL to a node, which starts again."""
+TWO = "two"
+"""SIGKILL to two nodes at once, which start again."""
+DRIVER = "driver"
+"""The program with the calls is stopped."""
+
+HOST_SHARES: Mapping[str, float] = {
+    BLINK: 5,
+    AWAY: 5,
+    INWARD: 2,
+    OUTWARD: 2,
+    GONE: 1,
+    WORKER: 5,
+    NODE: 3,
+    TWO: 1,
+    DRIVER: 1,
+}
+"""Relative frequency of each kind of fault of a host."""
+BURST = 0.2
+"""Share of faults of workers that happen together with the previous fault."""
+_SECONDS = {
+    STOP: (0.05, 0.8),
+    SLOW: (0.2, 1.0),
+    UPDATE: (0.0, 0.08),
+    BLINK: (0.2, 2.0),
+    AWAY: (5.0, 9.0),
+    INWARD: (5.0, 9.0),
+    OUTWARD: (5.0, 9.0),
+    GONE: (22.0, 30.0),
+    NODE: (0.5, 3.0),
+    TWO: (0.5, 3.0),
+    DRIVER: (2.0, 20.0),
+}
 
 
 class Fault(NamedTuple):
@@ -38,24 +81,30 @@ class Fault(NamedTuple):
 
     Attributes:
         gap: seconds after the previous fault.
-        worker: a random number. Take it modulo the number of workers that can be struck.
+        target: a random number. Take it modulo the number of workers or hosts that can be struck.
         seconds: how long the fault lasts. For UPDATE: seconds until the worker is killed.
     """
 
     kind: str
     gap: float
-    worker: int
+    target: int
     seconds: float
 
 
-def schedule(seed: int, count: int, gap: float, shares: Mapping[str, float]) -> list[Fault]:
-    """Return ``count`` faults, ``gap`` seconds apart on average, in proportion to ``shares``."""
+def schedule(
+    seed: int, count: int, gap: float, shares: Mapping[str, float], burst: float = 0.0
+) -> list[Fault]:
+    """Return ``count`` faults, ``gap`` seconds apart on average, in proportion to ``shares``.
+
+    Args:
+        burst: share of faults that happen together with the previous fault.
+    """
     draw = random.Random(seed)
     kinds = draw.choices(list(shares), list(shares.values()), k=count)
     return [
         Fault(
             kind,
-            0.0 if draw.random() < _BURST else draw.expovariate((1 - _BURST) / gap),
+            0.0 if burst and draw.random() < burst else draw.expovariate((1 - burst) / gap),
             draw.randrange(1 << 30),
             draw.uniform(*_SECONDS.get(kind, (0.0, 0.0))),
         )

@@ -87,7 +87,7 @@ class Striker:
                     # No worker could be struck for too long. ``missing`` lists the reasons.
                     for fault in faults:
                         await asyncio.sleep(fault.gap)
-                        worker, handle = await self._target(fault.worker)
+                        worker, handle = await self._target(fault.target)
                         group.create_task(self._strike(fault, worker, handle))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_PATIENCE):

@@ -1,38 +1,35 @@
 """``python -m bench.faults``: a pool under load with repeated faults.
 
 Workers are killed, stopped, slowed down and disconnected. The bench reports the outcome of every
-call, and how long its caller had to wait.
+call, and how long its caller had to wait. The tests use ``measure`` too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from enum import Enum
-from pathlib import Path
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Mapping
+from enum import StrEnum
+from functools import partial
 from typing import Annotated, Any
 
+import msgspec
+import numpy as np
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from .fault_cases import CASES, FaultCase
-from .parts import Note, PartFailed, run_part
-from .report import (
-    Target,
-    console,
-    describe,
-    machine,
-    number,
-    print_note,
-    print_targets,
-    table,
-    write_json,
-)
+import sglrl
 
-_PARTS = "bench.faults_parts"
+from .fault_cases import CASES, FaultCase, weights_of
+from .fault_load import Load, Strike
+from .fault_schedule import BURST, FATAL, KILL, UPDATE, schedule
+from .fault_strikes import Striker
+from .parts import Note
+from .report import Json, Report
 
-CaseName = Enum("CaseName", {name: name for name in CASES})  # type: ignore[misc]
+_IDLE_SECONDS = 30.0
+CaseName = StrEnum("CaseName", {name: name for name in CASES})  # type: ignore[misc]
 
 
 def main(
@@ -40,153 +37,204 @@ def main(
         list[CaseName] | None,
         typer.Option(help="Repeatable; fake (no SGLang) and sglang-cpu by default."),
     ] = None,
-    json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
+    json: Json = None,
     faults: Annotated[
         int | None, typer.Option(min=0, help="How many; the case's own number by default.")
     ] = None,
-    gap: Annotated[
-        float | None, typer.Option(min=0, help="Seconds between them, on average.")
-    ] = None,
-    in_flight: Annotated[int | None, typer.Option(min=1, help="Callers.")] = None,
     seed: Annotated[int, typer.Option(help="Of the schedule and the prompts.")] = 0,
-    limit: Annotated[float, typer.Option(help="Seconds one case may take.")] = 1800.0,
 ) -> None:
     """Inject faults under load: count lost, duplicated and wrong calls, and time the recovery."""
-    cases = []
-    for name in case or [name for name in CaseName if not CASES[name.value].on_gpus]:
-        one = CASES[name.value]
-        cases.append(
-            one._replace(
-                faults=one.faults if faults is None else faults,
-                gap=one.gap if gap is None else gap,
-                in_flight=in_flight or one.in_flight,
-            )
-        )
-    info = machine()
-    results: dict[str, dict[str, Any]] = {}
+    report = Report("faults", json)
+    names = [name.value for name in case or CaseName]
+    cases = [CASES[name] for name in names if case or not CASES[name].on_gpus]
+    if faults is not None:
+        cases = [one._replace(faults=faults) for one in cases]
+    plan = {one.name: partial(measure, case=one, model=one.model, seed=seed) for one in cases}
+    results = report.measure(plan, limit=1800.0)
     for one in cases:
-        options = {
-            "case": one.name,
-            "faults": one.faults,
-            "gap": one.gap,
-            "in_flight": one.in_flight,
-            "seed": seed,
-        }
-        with _progress(one) as note:
-            try:
-                results[one.name] = run_part(_PARTS, "case", options, note, limit)
-            except PartFailed as failure:
-                results[one.name] = {"failed": str(failure)}
-                print_note(f"{one.name} failed: {failure}\n{failure.log}")
-
-    console.print(describe(info))
-    targets: list[Target] = []
-    for one in cases:
-        found = results[one.name]
-        if "failed" in found:
-            console.print(f"{one.name}: not measured: {found['failed']}", markup=False)
-            continue
-        _print(one, found)
-        targets += _targets(one, found)
-    print_targets(targets)
-    document = {
-        "bench": "faults",
-        "machine": info,
-        "seed": seed,
-        "cases": {c.name: c._asdict() | {"result": results[c.name]} for c in cases},
-    }
-    write_json(json, document, targets)
-    if not all(found.get("flawless") for found in results.values()):
-        raise typer.Exit(1)
+        if one.name in results:
+            _print(report, one, results[one.name])
+    report.finish(
+        ok=all(found["flawless"] for found in results.values()),
+        seed=seed,
+        cases={c.name: c._asdict() | {"result": results.get(c.name)} for c in cases},
+    )
 
 
-@contextmanager
-def _progress(case: FaultCase) -> Iterator[Note]:
-    """Show a bar over a case's faults on stderr. Without a terminal, print a line now and then."""
-    errors = Console(stderr=True)
-    if not errors.is_terminal:
-        print_note(case.name)
-        last = -1
+def print_outcomes(
+    report: Report,
+    title: str,
+    found: Mapping[str, Any],
+    faults: int | None,
+    more: Mapping[str, str] | None = None,
+) -> None:
+    """Print how the calls under faults ended, and compare the numbers with the targets.
 
-        def line(text: str) -> None:
-            nonlocal last
-            done = int(text.split()[0])
-            if 20 * done // max(1, case.faults) != last:
-                last = 20 * done // max(1, case.faults)
-                print_note("  " + text)
-
-        yield line
-        return
-    columns = (TextColumn("{task.fields[name]}"), BarColumn(), MofNCompleteColumn())
-    text_column = TextColumn("{task.description}")
-    with Progress(*columns, text_column, TimeElapsedColumn(), console=errors) as progress:
-        task = progress.add_task("", total=case.faults, name=case.name)
-
-        def show(text: str) -> None:
-            done, _, rest = text.partition(" ")
-            progress.update(task, completed=int(done), description=rest)
-
-        yield show
-
-
-def _print(case: FaultCase, found: dict[str, Any]) -> None:
+    Args:
+        title: begins the title of the table, and the names of the targets if it has a colon.
+        faults: number of faults that should have happened; None without this target.
+        more: further rows.
+    """
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(found["faults"].items()))
-    rows = [
-        ("prompts / left out: no one right answer", f"{found['prompts']} / {found['left_out']}"),
-        ("calls submitted", number(found["submitted"])),
-        ("  answered exactly once, as without faults", number(_right(found))),
-        ("  lost", number(found["lost"])),
-        ("  duplicated", number(found["duplicated"])),
-        ("  wrong", number(found["wrong"])),
-        ("calls that another worker went on with", number(found["resumed"])),
-        ("tokens generated", number(found["tokens"])),
-        ("tokens computed again (prefill)", number(found["recomputed"])),
-    ]
-    if found["updates"] or found["updates_refused"]:
-        refused = sum(found["updates_refused"].values())
-        rows.append(("weight updates done / given up", f"{found['updates']} / {refused}"))
+    right = found["answered"] - found["duplicated"] - found["wrong"]
+    report.table(
+        f"{title}, {found['seconds']:.0f} s, faults: {kinds}",
+        ("", ""),
+        [
+            ("calls submitted", found["submitted"]),
+            ("  answered exactly once, as without faults", right),
+            *((f"  {what}", found[what]) for what in ("lost", "duplicated", "wrong")),
+            ("calls that another worker went on with", found["resumed"]),
+            ("tokens generated", found["tokens"]),
+            ("tokens computed again (prefill)", found["recomputed"]),
+            *(more or {}).items(),
+        ],
+    )
+    report.lines(*(f"{count} x {text}" for text, count in found["reasons"].items()))
+    report.lines(*found["troubles"])
+    name, colon, _ = title.partition(":")
+    name = f"{name}: " if colon else ""
+    if faults is not None:
+        report.target(f"{name}faults", faults, sum(found["faults"].values()))
+    for what in ("lost", "duplicated", "wrong"):
+        report.target(f"{name}calls {what}", 0, found[what], at_most=True)
+
+
+def _print(report: Report, case: FaultCase, found: dict[str, Any]) -> None:
+    refused: dict[str, int] = found["updates_refused"]
+    more = {"prompts / left out: no one right answer": f"{found['prompts']} / {found['left_out']}"}
+    if found["updates"] or refused:
+        more["weight updates done / given up"] = f"{found['updates']} / {sum(refused.values())}"
     title = f"{case.name}: {case.replicas} workers, {case.in_flight} callers"
-    table(f"{title}, {found['seconds']:.0f} s, faults: {kinds}", ("", ""), rows)
-    rows = []
-    for figure, name in (
-        ("first_ms", "first continued token"),
-        ("stream_ms", "every stream's next token"),
-        ("back_ms", "replacement ready"),
+    print_outcomes(report, title, found, case.faults, more)
+    report.lines(*(f"{count} x {text}" for text, count in refused.items()))
+    report.table(
+        "milliseconds from the fault until",
+        ("", "count", "p50", "p99", "max"),
+        [
+            (f"{kind}: {name}", *(spread[key] for key in ("count", "p50", "p99", "max")))
+            for figure, name in (
+                ("first_ms", "first continued token"),
+                ("stream_ms", "every stream's next token"),
+                ("back_ms", "replacement ready"),
+            )
+            for kind, spread in found[figure].items()
+            if spread["count"]
+        ],
+    )
+    for asked, figure, name in (
+        (case.wait_target, "first_ms", "continued token"),
+        (case.back_target, "back_ms", "full strength"),
     ):
-        for kind, spread in found[figure].items():
-            if spread["count"]:
-                values = (number(spread[k]) for k in ("count", "p50", "p99", "max"))
-                rows.append((f"{kind}: {name}", *values))
-    if rows:
-        table("milliseconds from the fault until", ("", "count", "p50", "p99", "max"), rows)
-    for text, count in [*found["reasons"].items(), *found["updates_refused"].items()]:
-        console.print(f"{count} x {text}", markup=False)
-    for text in found["troubles"]:
-        console.print(text, markup=False)
+        if asked is not None:
+            worst = found[figure]["kill alone"].get("max")
+            name = f"{case.name}: {name} after a SIGKILL, worst (kill alone)"
+            report.target(name, asked, worst, "ms", at_most=True)
 
 
-def _right(found: dict[str, Any]) -> int:
-    right: int = found["answered"] - found["duplicated"] - found["wrong"]
-    return right
+async def measure(note: Note, *, case: FaultCase, model: str, seed: int) -> dict[str, Any]:
+    """Put a new pool under load, inject the faults, and return the outcome of the calls."""
+    note("starting")
+    async with case.launch(model) as client:
+        load = await case.load(client, seed)
+        update = None
+        if case.shares.get(UPDATE):
+            weights = weights_of(model)
+
+            async def update() -> None:
+                await client.update_weights(weights, timeout=5.0)
+
+        striker = Striker(client, load, update=update)
+        begun = time.monotonic()
+        async with load.running(lambda: len(striker.strikes), note):
+            await striker.run(schedule(seed, case.faults, case.gap, case.shares, BURST))
+        seconds = time.monotonic() - begun
+        troubles = striker.missing or await _troubles(client, load)
+    return {
+        "faults": dict(Counter(strike.kind for strike in striker.strikes)),
+        "seconds": seconds,
+        "prompts": len(load.prompts),
+        "left_out": len(case.prompts(seed)) - len(load.prompts),
+        **msgspec.to_builtins(load.outcomes),
+        "troubles": troubles,
+        "updates": striker.updates,
+        "updates_refused": dict(striker.refused),
+        "flawless": load.outcomes.flawless and not troubles,
+        **_recovery(striker.strikes),
+    }
 
 
-def _targets(case: FaultCase, found: dict[str, Any]) -> list[Target]:
-    targets = [
-        Target(f"{case.name}: faults", case.faults, sum(found["faults"].values()), ""),
-        *(
-            Target(f"{case.name}: calls {what}", 0, found[what], "", at_most=True)
-            for what in ("lost", "duplicated", "wrong")
-        ),
+async def _troubles(client: sglrl.Client, load: Load) -> list[str]:
+    """Describe everything that is wrong in a pool that should be idle."""
+    found = load.left_over()
+    prompt, answer = load.prompts[0], load.answers[0]
+    for worker in client.workers:
+        made = await client.generate(
+            input_ids=prompt.ids, worker=worker.id, timeout=30, **prompt.options
+        )
+        if load.tolerance is not None and not np.array_equal(made.output_ids, answer.ids):
+            found.append(f"worker {worker.id} answers otherwise than before")
+    if len({worker.weight_version for worker in client.workers}) > 1:
+        found.append("the workers' weights are of different versions")
+    stats = await client.stats()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_IDLE_SECONDS):
+            # An answered request may stay in the engine's batch for one more step.
+            while any(s.engine.running or s.engine.waiting for s in stats):
+                stats = await client.stats()
+    if len(stats) != len(client.workers):
+        found.append(f"only {len(stats)} workers of {len(client.workers)} are ready")
+    found += [
+        f"worker {s.worker} still runs {s.engine.running + s.engine.waiting} requests"
+        for s in stats
+        if s.engine.running or s.engine.waiting
     ]
-    if case.wait_target is not None:
-        worst = found["first_ms"]["kill alone"].get("max")
-        name = f"{case.name}: continued token after a SIGKILL, worst (kill alone)"
-        targets.append(Target(name, case.wait_target, worst, "ms", at_most=True))
-    if case.back_target is not None:
-        worst = found["back_ms"]["kill alone"].get("max")
-        name = f"{case.name}: full strength after a SIGKILL, worst (kill alone)"
-        targets.append(Target(name, case.back_target, worst, "ms", at_most=True))
-    return targets
+    return found
+
+
+def _recovery(strikes: list[Strike]) -> dict[str, dict[str, Any]]:
+    """Return the milliseconds from the faults until the pool recovered, by kind of fault.
+
+    "first_ms" is the time until the first token of any of the worker's streams, and "stream_ms"
+    until the next token of each stream. "back_ms" is the time until the replacement was ready.
+    "kill alone" are kills after which no call could get to a stopped worker. "kill by itself" are
+    those of them while no other worker was being replaced.
+    """
+    away = [strike for strike in strikes if strike.kind in FATAL]
+    kinds = {kind: [s for s in away if s.kind == kind] for kind in FATAL}
+    kinds = {kind: group for kind, group in kinds.items() if group}
+    kinds["kill alone"] = [strike for strike in kinds.get(KILL, []) if strike.alone]
+    kinds["kill by itself"] = [
+        strike for strike in kinds["kill alone"] if not any(_overlap(strike, o) for o in away)
+    ]
+    return {
+        "first_ms": {
+            kind: _spread([min(s.waits) for s in group if s.waits]) for kind, group in kinds.items()
+        },
+        "stream_ms": {
+            kind: _spread([wait for s in group for wait in s.waits])
+            for kind, group in kinds.items()
+        },
+        "back_ms": {
+            kind: _spread([s.back for s in group if s.back is not None])
+            for kind, group in kinds.items()
+        },
+    }
+
+
+def _overlap(one: Strike, other: Strike) -> bool:
+    if one is other:
+        return False
+    first, second = sorted((one, other), key=lambda strike: strike.at)
+    return first.back is None or second.at < first.at + first.back
+
+
+def _spread(seconds: list[float]) -> dict[str, float]:
+    """Return count, median, 99th percentile and maximum, in milliseconds."""
+    if not seconds:
+        return {"count": 0}
+    p50, p99, worst = (float(v) * 1e3 for v in np.percentile(seconds, (50, 99, 100)))
+    return {"count": len(seconds), "p50": p50, "p99": p99, "max": worst}
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ import typer
 
 from sglrl.weights.finite import FiniteCheck
 
+from .report import Report
+
 LAYER = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (12288, 4096), (12288, 4096),
          (4096, 12288), (4096,), (4096,), (128,), (128,)]  # fmt: skip
 """Shapes of q, k, v, o, gate, up, down and four norms."""
@@ -31,7 +33,7 @@ def main(
     shapes = [*LAYER * layers, *ENDS]
     tensors = [torch.full(s, 0.02, dtype=torch.bfloat16, device=device) for s in shapes]
     size = sum(tensor.nbytes for tensor in tensors)
-    print(f"{len(tensors)} tensors, {size / 1e9:.2f} GB on {device}, torch {torch.__version__}")
+    report = Report("finite_weights", None)
 
     def checked() -> None:
         check = FiniteCheck()
@@ -48,6 +50,7 @@ def main(
         "sum": lambda: torch.stack([t.sum() for t in tensors]).tolist(),
         "isfinite": lambda: torch.stack([t.isfinite().all() for t in tensors]).tolist(),
     }
+    rows = []
     for name, way in ways.items():
         way()
         took = []
@@ -56,7 +59,10 @@ def main(
             way()
             took.append((time.perf_counter() - begun) * 1e3)
         ms = statistics.median(took)
-        print(f"{name:>14}: {ms:8.2f} ms, {size / ms / 1e9:5.2f} TB/s")
+        rows.append((name, ms, size / ms / 1e9))
+    report.table(
+        f"{len(tensors)} tensors, {size / 1e9:.2f} GB on {device}", ("", "ms", "TB/s"), rows
+    )
     # The check must find one bad value anywhere, on a GPU and on a CPU.
     for value in (math.nan, math.inf, -math.inf):
         for tensor in (tensors[0], tensors[-1]):

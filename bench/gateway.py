@@ -5,33 +5,20 @@ from __future__ import annotations
 import json as json_module
 import shutil
 import statistics
-from contextlib import ExitStack
-from enum import Enum
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
 
-from .cases import CASES, engine_arguments, environment, model_folder
-from .parts import PartFailed, run_part
-from .report import (
-    Target,
-    console,
-    describe,
-    machine,
-    number,
-    print_note,
-    print_targets,
-    steps,
-    table,
-    write_json,
-)
+from . import gateway_parts
+from .cases import CASES, CaseName
+from .report import Json, Report
 
-_PARTS = "bench.gateway_parts"
-_SYSTEMS = {"sglrl": "sglrl gateway", "sglang": "SGLang HTTP server"}
-_IN_FLIGHT = (1, 64, 512, 1024)
-CaseName = Enum("CaseName", {name: name for name in CASES})  # type: ignore[misc]
+_OURS, _THEIRS = "sglrl gateway", "SGLang HTTP server"
+_PARTS = {_OURS: "sglrl", _THEIRS: "sglang"}
+"""The names of the systems in the file."""
 
 
 def main(
@@ -44,8 +31,8 @@ def main(
         list[str] | None, typer.Option(help="chat or generate; repeatable. Both.")
     ] = None,
     in_flight: Annotated[
-        list[int], typer.Option(min=1, help="Requests in flight; repeatable.")
-    ] = list(_IN_FLIGHT),  # noqa: B006
+        list[int] | None, typer.Option(min=1, help="Repeatable; 1, 64, 512 and 1,024 by default.")
+    ] = None,
     bench_serving: Annotated[
         bool, typer.Option(help="Compare with the load of sglang.bench_serving.")
     ] = False,
@@ -54,56 +41,78 @@ def main(
     ] = 1,
     conversations: Annotated[int, typer.Option(min=1, help="Of 5 turns, for the cost.")] = 400,
     repeat: Annotated[int, typer.Option(min=1, help="Repetitions of the cost.")] = 3,
-    json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
-    limit: Annotated[float, typer.Option(help="Seconds one system may take.")] = 600.0,
+    json: Json = None,
 ) -> None:
     """Measure what HTTP costs a turn, and compare tokens/s and time to the first token."""
-    cases = [CASES[c.value] for c in case or []]
-    info, found = machine(), dict[str, Any]()
-    failed: dict[str, str] = {}
-    with ExitStack() as stack, steps(cost + len(cases) * len(_SYSTEMS)) as (begin, note):
-
-        def run(title: str, part: str, options: dict[str, Any], env: dict[str, str]) -> Any:
-            begin(title)
-            try:
-                return run_part(_PARTS, part, options, note, limit, env)
-            except PartFailed as failure:
-                failed[title] = str(failure)
-                print_note(f"{title} failed: {failure}\n{failure.log}")
-                return None
-
-        if cost:
-            load = {"requests": conversations, "turns": 5, "in_flight": 64, "words": 32, "new": 64}
-            found["cost"] = run("CPU time", "cost", {**load, "repeats": repeat}, {})
-        for one in cases:
-            model = Path(stack.enter_context(TemporaryDirectory()))
-            options = {
+    report = Report("gateway", json)
+    found: dict[str, Any] = {}
+    if cost:
+        load = {"requests": conversations, "turns": 5, "in_flight": 64, "words": 32, "new": 64}
+        title = "CPU time"
+        part = partial(gateway_parts.cost, **load, repeats=repeat)
+        costs = report.measure({title: part}).get(title)
+        if costs:
+            found["cost"] = costs
+            _print_cost(report, costs["rows"])
+    for name in case or []:
+        one = CASES[name.value]
+        with TemporaryDirectory() as folder:
+            _make_worded_model(Path(folder), Path(one.folder))
+            loads = {
                 "case": one,
-                "model": _worded_model(model, model_folder(one)),
-                "arguments": engine_arguments(one, {}),
+                "folder": folder,
                 "apis": api or ["chat", "generate"],
-                "in_flight": in_flight,
+                "in_flight": in_flight or [1, 64, 512, 1024],
                 "bench_serving": bench_serving,
-                "processes": processes,
             }
-            found[one.name] = {
-                part: run(f"{one.name}: {title}", part, options, environment(one))
-                for part, title in _SYSTEMS.items()
+            plan = {
+                _OURS: partial(gateway_parts.gateway, **loads, processes=processes),
+                _THEIRS: partial(gateway_parts.sglang, **loads),
             }
-    console.print(describe(info))
-    targets = _cost_table(found["cost"]["rows"]) if found.get("cost") else []
-    for one in cases:
-        targets += _peers_table(one.name, found[one.name])
-    if targets:
-        print_targets(targets)
-    write_json(
-        json, {"bench": "gateway", "machine": info, "found": found, "failed": failed}, targets
+            systems = report.measure(plan, env=one.environment, of=f"{one.name}: ")
+        _print_systems(report, one.name, systems)
+        found[one.name] = {_PARTS[title]: result for title, result in systems.items()}
+    report.finish(found=found)
+
+
+def _print_cost(report: Report, rows: list[dict[str, float]]) -> None:
+    median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+    beyond = statistics.median(row["gateway_us"] - row["direct_us"] for row in rows)
+    report.table(
+        "CPU time of a turn, us",
+        ("gateway process", "the same without HTTP", "difference", "turns/s"),
+        [(median["gateway_us"], median["direct_us"], beyond, median["turns_per_s"])],
     )
-    if failed:
-        raise typer.Exit(1)
+    name = "CPU beyond generate, rendering, parsing"
+    report.target(name, 400, beyond, "us/turn", at_most=True)
 
 
-def _worded_model(folder: Path, source: Path) -> str:
+def _print_systems(report: Report, case: str, systems: dict[str, Any]) -> None:
+    loads = {
+        (title, f"{api}, {in_flight} in flight"): load
+        for title, apis in systems.items()
+        for api, levels in apis.items()
+        for in_flight, load in levels.items()
+    }
+    speeds = {key: load["tokens"] / load["seconds"] for key, load in loads.items()}
+    report.table(
+        case,
+        ("system", "load", "tokens/s", "first token p50 ms", "p99 ms", "whole p50 ms"),
+        [
+            (*key, speeds[key], *(load[f] * 1e3 for f in ("first_p50", "first_p99", "whole_p50")))
+            for key, load in loads.items()
+        ],
+    )
+    for (title, name), ours in loads.items():
+        theirs = loads.get((_THEIRS, name))
+        if title == _OURS and theirs:
+            rate = speeds[title, name] / speeds[_THEIRS, name]
+            first = ours["first_p50"] / theirs["first_p50"]
+            report.target(f"{case} {name}: tokens/s of SGLang's", 1.0, rate, "x")
+            report.target(f"{case} {name}: first token of SGLang's", 1.0, first, "x", at_most=True)
+
+
+def _make_worded_model(folder: Path, source: Path) -> None:
     """Make a model with a word for each token, so that each sampled token has a text.
 
     Args:
@@ -126,55 +135,6 @@ def _worded_model(folder: Path, source: Path) -> str:
         "<|im_end|>", " w3 "
     )
     tokenizer.save_pretrained(folder)
-    return str(folder)
-
-
-def _cost_table(rows: list[dict[str, float]]) -> list[Target]:
-    median = {name: statistics.median(row[name] for row in rows) for name in rows[0]}
-    beyond = statistics.median(row["gateway_us"] - row["direct_us"] for row in rows)
-    table(
-        "CPU time of a turn, us",
-        ("gateway process", "the same without HTTP", "difference", "turns/s"),
-        [
-            (
-                number(median["gateway_us"]),
-                number(median["direct_us"]),
-                number(beyond),
-                number(median["turns_per_s"]),
-            )
-        ],
-    )
-    return [Target("CPU beyond generate, rendering, parsing", 400, beyond, "us/turn", True)]
-
-
-def _peers_table(case: str, found: dict[str, Any]) -> list[Target]:
-    rows, targets = [], []
-    for part, title in _SYSTEMS.items():
-        for api, loads in (found[part] or {}).items():
-            for in_flight, load in loads.items():
-                rows.append(
-                    (
-                        title,
-                        f"{api}, {in_flight} in flight",
-                        number(load["tokens"] / load["seconds"]),
-                        number(load["first_p50"] * 1e3),
-                        number(load["first_p99"] * 1e3),
-                        number(load["whole_p50"] * 1e3),
-                    )
-                )
-    columns = ("system", "load", "tokens/s", "first token p50 ms", "p99 ms", "whole p50 ms")
-    table(case, columns, rows)
-    if not all(found.values()):
-        return []
-    for api, loads in found["sglrl"].items():
-        for in_flight, ours in loads.items():
-            theirs = found["sglang"][api][in_flight]
-            rate = ours["tokens"] / ours["seconds"] * theirs["seconds"] / theirs["tokens"]
-            first = ours["first_p50"] / theirs["first_p50"]
-            name = f"{case} {api}, {in_flight} in flight"
-            targets.append(Target(f"{name}: tokens/s of SGLang's", 1.0, rate, "x"))
-            targets.append(Target(f"{name}: first token of SGLang's", 1.0, first, "x", True))
-    return targets
 
 
 if __name__ == "__main__":

@@ -7,42 +7,53 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import psutil
-import uvloop
 
 import sglrl
 from sglrl.sessions.session import Session
 
 from .cases import Case
-from .parts import ROOT, Note, serve_part
-from .sglang_http import serve as serve_sglang
-from .tool_parts import TOKENS_OF_QWEN3
+from .load import cpu_seconds
+from .parts import ROOT, Note
+from .sglang_server import sglang_server
+from .tool_parts import pool_with_tokenizer
 
 _LIMIT_SECONDS = 600
+_BACKENDS = {"chat": "sglang-oai-chat", "generate": "sglang"}
+"""How SGLang's benchmark calls the APIs."""
+
+
+async def _run(*arguments: str) -> bytes:
+    """Run a Python program, and return its output.
+
+    Raises:
+        RuntimeError: the program fails.
+        TimeoutError: the program takes longer than ``_LIMIT_SECONDS``.
+    """
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        async with asyncio.timeout(_LIMIT_SECONDS):
+            output, _ = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        raise
+    if process.returncode:
+        raise RuntimeError(f"{arguments[1]} failed: {output.decode()[-4000:]}")
+    return output
 
 
 async def _run_load(**options: Any) -> dict[str, Any]:
     """Run ``bench.gateway_load``, and return its figures."""
     given = json.dumps({**options, "limit": _LIMIT_SECONDS})
-    command = [sys.executable, "-m", "bench.gateway_load", given]
-    process = await asyncio.create_subprocess_exec(
-        *command, cwd=ROOT, stdout=asyncio.subprocess.PIPE
-    )
-    async with asyncio.timeout(_LIMIT_SECONDS):
-        output, _ = await process.communicate()
-    if process.returncode:
-        raise RuntimeError(f"the load ended with status {process.returncode}")
-    found: dict[str, Any] = json.loads(output)
+    found: dict[str, Any] = json.loads(await _run("-m", "bench.gateway_load", given))
     return found
-
-
-_BACKENDS = {"chat": "sglang-oai-chat", "generate": "sglang"}
-"""How SGLang's benchmark calls the APIs."""
 
 
 async def _run_bench_serving(
@@ -69,20 +80,7 @@ async def _run_bench_serving(
             "output-file": file,
         }
         given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-        process = await asyncio.create_subprocess_exec(
-            *[sys.executable, "-m", "sglang.bench_serving", "--disable-tqdm", *given],
-            cwd=ROOT,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT,
-        )
-        try:
-            async with asyncio.timeout(_LIMIT_SECONDS):
-                output, _ = await process.communicate()
-        except TimeoutError:
-            process.kill()
-            raise
-        if process.returncode:
-            raise RuntimeError(f"bench_serving failed: {output.decode()[-4000:]}")
+        await _run("-m", "sglang.bench_serving", "--disable-tqdm", *given)
         found = json.loads(await asyncio.to_thread(file.read_text))
     if found["completed"] != requests:
         raise RuntimeError(f"bench_serving completed {found['completed']} of {requests}")
@@ -125,7 +123,7 @@ class Direct(sglrl.Actor):
         await asyncio.gather(*[work() for _ in range(options["in_flight"])])
         return time.process_time() - began
 
-    async def _conversation(self, options: Mapping[str, Any]) -> None:
+    async def _conversation(self, options: dict[str, Any]) -> None:
         ask = {"role": "user", "content": " ".join(["word"] * options["words"])}
         session: Session
         async with self._client.session(messages=[ask], max_new_tokens=options["new"]) as session:
@@ -138,119 +136,92 @@ class Direct(sglrl.Actor):
             session.trajectory()
 
 
-def _cost(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    return uvloop.run(_cost_main(options, note))
+async def cost(
+    note: Note, *, requests: int, turns: int, in_flight: int, words: int, new: int, repeats: int
+) -> dict[str, Any]:
+    """Compare the CPU time of the gateway's process with that of the same turns without HTTP."""
+    load: dict[str, Any] = {"turns": turns, "in_flight": in_flight, "words": words, "new": new}
+    note("starting")
+    async with (
+        pool_with_tokenizer() as (client, _),
+        sglrl.serve(client, name="tiny") as gateway,
+        sglrl.spawn(Direct, client.address) as direct,
+    ):
+        (worker,) = gateway._processes.workers
+        process = psutil.Process(worker.pid)
 
+        async def run(count: int) -> dict[str, Any]:
+            """Run conversations in sessions that are opened before and ended after."""
+            async with AsyncExitStack() as stack:
+                sessions = [
+                    await stack.enter_async_context(gateway.session()) for _ in range(count)
+                ]
+                urls = [session.base_url for session in sessions]
+                before = cpu_seconds(process)
+                found = await _run_load(**load, model="tiny", requests=count, sessions=urls)
+                return {**found, "cpu": cpu_seconds(process) - before}
 
-async def _cost_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    from sglrl.api.tiny_model import make_tokenizer
-
-    turns = options["requests"] * options["turns"]
-    load = {**options, "model": "tiny"}
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = make_tokenizer(Path(folder), 512)
-        tokenizer.add_tokens(TOKENS_OF_QWEN3.split())
-        tokenizer.save_pretrained(folder)
-        note("starting")
-        async with (
-            sglrl.launch(folder, engine="fake", vocab_size=len(tokenizer)) as client,
-            sglrl.serve(client, name="tiny") as gateway,
-            sglrl.spawn(Direct, client.address) as direct,
-        ):
-            (worker,) = gateway._processes.workers
-            process = psutil.Process(worker.pid)
-
-            def seconds() -> float:
-                times = process.cpu_times()
-                return float(times.user + times.system)
-
-            async def run(requests: int) -> dict[str, Any]:
-                """Run conversations in sessions that are opened before and ended after."""
-                async with AsyncExitStack() as stack:
-                    sessions = [
-                        await stack.enter_async_context(gateway.session()) for _ in range(requests)
-                    ]
-                    urls = [session.base_url for session in sessions]
-                    before = seconds()
-                    found = await _run_load(**{**load, "requests": requests, "sessions": urls})
-                    return {**found, "cpu": seconds() - before}
-
-            await run(20)
-            await direct.run({**load, "requests": 20})
-            rows = []
-            for repetition in range(options["repeats"]):
-                note(f"repetition {repetition + 1} of {options['repeats']}")
-                found = await run(options["requests"])
-                rows.append(
-                    {
-                        "gateway_us": found["cpu"] / turns * 1e6,
-                        "direct_us": await direct.run(load) / turns * 1e6,
-                        "turns_per_s": turns / found["seconds"],
-                    }
-                )
+        await run(20)
+        await direct.run({**load, "requests": 20})
+        rows = []
+        for repetition in range(repeats):
+            note(f"repetition {repetition + 1} of {repeats}")
+            found = await run(requests)
+            seconds = await direct.run({**load, "requests": requests})
+            rows.append(
+                {
+                    "gateway_us": found["cpu"] / (requests * turns) * 1e6,
+                    "direct_us": seconds / (requests * turns) * 1e6,
+                    "turns_per_s": requests * turns / found["seconds"],
+                }
+            )
     return {"rows": rows}
 
 
 # --- beside SGLang's server -----------------------------------------------------------------------
 
 
-def _sglrl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    return uvloop.run(_sglrl_main(options, note))
-
-
-async def _sglrl_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    case = Case(*options["case"])
+async def gateway(
+    note: Note, *, case: Case, folder: str, processes: int, **loads: Any
+) -> dict[str, Any]:
     note("starting")
     async with (
-        sglrl.launch(
-            options["model"], device=case.device, dtype=case.dtype, **options["arguments"]
-        ) as client,
-        sglrl.serve(client, name="bench", processes=options["processes"]) as gateway,
+        case.launch(folder) as client,
+        sglrl.serve(client, name="bench", processes=processes) as gateway,
     ):
-        return await _loads(gateway.url, case, options, note)
+        return await _loads(note, gateway.url, case, folder, **loads)
 
 
-def _sglang(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    from . import sglang_cpu
-
-    case = Case(*options["case"])
+async def sglang(note: Note, *, case: Case, folder: str, **loads: Any) -> dict[str, Any]:
     note("starting")
-    arguments = {
-        "model_path": options["model"],
-        "served_model_name": "bench",
-        "device": case.device,
-        "dtype": case.dtype,
-        "log_level": "warning",
-        **sglang_cpu.arguments(case.device),
-        **options["arguments"],
-    }
-    with serve_sglang(arguments) as port:
-        return uvloop.run(_loads(f"http://127.0.0.1:{port}", case, options, note))
+    with sglang_server(case.server_arguments(folder, served_model_name="bench")) as port:
+        return await _loads(note, f"http://127.0.0.1:{port}", case, folder, **loads)
 
 
 async def _loads(
-    url: str, case: Case, options: Mapping[str, Any], note: Note
+    note: Note,
+    url: str,
+    case: Case,
+    folder: str,
+    *,
+    apis: Sequence[str],
+    in_flight: Sequence[int],
+    bench_serving: bool,
 ) -> dict[str, dict[str, Any]]:
     """Return the figures by API and number of requests in flight."""
-    rows: dict[str, dict[str, Any]] = {}
-    for api in options["apis"]:
-        rows[api] = {}
-        for in_flight in options["in_flight"]:
-            note(f"{api}, {in_flight} in flight")
-            load = {"url": url, "api": api, "in_flight": in_flight}
+    rows: dict[str, dict[str, Any]] = {api: {} for api in apis}
+    for api in apis:
+        for level in in_flight:
+            note(f"{api}, {level} in flight")
+            load: dict[str, Any] = {"url": url, "api": api, "in_flight": level}
             load |= {"words": case.prompt, "new": case.new}
-            if options["bench_serving"]:
-                run, load["model"] = _run_bench_serving, options["model"]
+            await _run_load(**load, model="bench", requests=level)
+            load["requests"] = max(32, min(4 * level, case.requests))
+            if bench_serving:
+                found = await _run_bench_serving(**load, model=folder)
             else:
-                run, load["model"] = _run_load, "bench"
-            await _run_load(**load | {"model": "bench"}, requests=in_flight)
-            requests = max(32, min(4 * in_flight, case.requests))
-            found = await run(**load, requests=requests)
-            rows[api][str(in_flight)] = found
+                found = await _run_load(**load, model="bench")
+            rows[api][str(level)] = found
             speed, first = found["tokens"] / found["seconds"], found["first_p50"] * 1e3
             note(f"  {speed:,.0f} tokens/s, first token after {first:,.1f} ms")
     return rows
-
-
-if __name__ == "__main__":
-    serve_part({"cost": _cost, "sglrl": _sglrl, "sglang": _sglang})

@@ -8,19 +8,20 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
+import itertools
 import statistics
-import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from sglrl.api.engine_fields import engine_fields
-
-from .cases import GPU_ARGUMENTS
-from .parts import Note, serve_part
+from .cases import gpu_arguments
+from .parts import Note
 
 Ask = Callable[[list[int]], Awaitable[Any]]
+PREFIXES = ("shared", "disjoint")
+PROMPT_TOKENS = 32
+NEW_TOKENS = 8
+"""Tokens that a task appends to its prompt."""
 _TICK = 0.001
 """Seconds between checks of the event loop's clock."""
 _TURN = 16
@@ -28,66 +29,68 @@ _TURN = 16
 asyncio longer than the queries, which are to be measured."""
 
 
-def _prompt(kind: str, length: int, repetition: int, task: int, vocab: int) -> list[int]:
+def _prompt(kind: str, repetition: int, task: int, vocab: int) -> list[int]:
     """Return a prompt. All of one repetition differ; "shared" ones only in the last two tokens."""
     salt = repetition * 31 if kind == "shared" else repetition * 31 + task * 977
-    begin = [(salt + 7 * i * i + 13 * i) % vocab for i in range(length - 2)]
+    begin = [(salt + 7 * i * i + 13 * i) % vocab for i in range(PROMPT_TOKENS - 2)]
     return [*begin, task // vocab % vocab, task % vocab]
 
 
-async def _extend(ask: Ask, ids: list[int], task: int, new: int, vocab: int) -> None:
-    for i in range(new):
+async def _extend(ask: Ask, ids: list[int], task: int, vocab: int) -> None:
+    for i in range(NEW_TOKENS):
         await ask(ids)
         # genlm passes a new list, too.
         ids = [*ids, (task + 11 * i) % vocab]
 
 
-async def measure(ask: Ask, vocab: int, options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+async def measure(
+    ask: Ask, vocab: int, note: Note, *, tasks: Sequence[int], seconds: float
+) -> dict[str, dict[str, Any]]:
     """Measure queries per second, and for how long the caller's event loop was blocked.
+
+    Args:
+        tasks: numbers of tasks that ask at the same time.
+        seconds: shortest time of a measurement, without the warm-up.
 
     Returns:
         The figures by kind of prefix and number of tasks.
     """
     repetition = 0
-    found: dict[str, Any] = {}
-    for kind in options["prefixes"]:
-        found[kind] = {}
-        for tasks in options["tasks"]:
-            note(f"{kind} prefixes, {tasks} tasks")
-
-            rates: list[float] = []
-            watch = _Watch()
-            spent = 0.0
-            for measured in range(1000):
-                repetition += 1
-                if measured == 1:
-                    # Collect before the loop is watched: with torch loaded this takes a second.
-                    gc.collect()
-                    watch.begin()
-                prompts = []
-                for task in range(tasks):
-                    prompts.append(_prompt(kind, options["prefix"], repetition, task, vocab))
-                    if task % _TURN == _TURN - 1:
-                        await asyncio.sleep(0)
-                begun = time.perf_counter()
-                running = []
-                for task, prompt in enumerate(prompts):
-                    extend = _extend(ask, prompt, task, options["new"], vocab)
-                    running.append(asyncio.ensure_future(extend))
-                    if task % _TURN == _TURN - 1:
-                        await asyncio.sleep(0)
-                await asyncio.gather(*running)
-                took = time.perf_counter() - begun
-                if measured:
-                    rates.append(tasks * options["new"] / took)
-                    spent += took
-                if spent > options["seconds"] and len(rates) >= 2:
-                    break
-            found[kind][tasks] = {
-                "queries_per_s": statistics.median(rates),
-                "all_queries_per_s": rates,
-                "blocked_ms": watch.end() * 1e3,
-            }
+    found: dict[str, dict[str, Any]] = {kind: {} for kind in PREFIXES}
+    for kind, count in itertools.product(PREFIXES, tasks):
+        note(f"{kind} prefixes, {count} tasks")
+        rates: list[float] = []
+        watch = _Watch()
+        spent = 0.0
+        for measured in range(1000):
+            repetition += 1
+            if measured == 1:
+                # Collect before the loop is watched: with torch loaded this takes a second.
+                gc.collect()
+                watch.begin()
+            prompts = []
+            for task in range(count):
+                prompts.append(_prompt(kind, repetition, task, vocab))
+                if task % _TURN == _TURN - 1:
+                    await asyncio.sleep(0)
+            begun = time.perf_counter()
+            running = []
+            for task, prompt in enumerate(prompts):
+                running.append(asyncio.ensure_future(_extend(ask, prompt, task, vocab)))
+                if task % _TURN == _TURN - 1:
+                    await asyncio.sleep(0)
+            await asyncio.gather(*running)
+            took = time.perf_counter() - begun
+            if measured:
+                rates.append(count * NEW_TOKENS / took)
+                spent += took
+            if spent > seconds and len(rates) >= 2:
+                break
+        found[kind][str(count)] = {
+            "queries_per_s": statistics.median(rates),
+            "all_queries_per_s": rates,
+            "blocked_ms": watch.end() * 1e3,
+        }
     return found
 
 
@@ -111,23 +114,16 @@ class _Watch:
 
 def _engine_arguments(device: str) -> dict[str, Any]:
     """Return the ``ServerArgs`` for both systems that run SGLang."""
-    arguments: dict[str, Any] = {"device": device}
-    if device == "cuda":
-        known = engine_fields()
-        arguments |= {name: value for name, value in GPU_ARGUMENTS.items() if name in known}
-    return arguments
+    return {"device": device, **(gpu_arguments() if device == "cuda" else {})}
 
 
-def _sglrl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+def sglrl(note: Note, *, model: str, device: str, **load: Any) -> dict[str, Any]:
     from sglrl.integrations.genlm import AsyncSGLTransformer
 
     note("starting")
-    with AsyncSGLTransformer.from_name(
-        options["model"], engine_opts=_engine_arguments(options["device"])
-    ) as model:
-        return asyncio.run(
-            measure(model.next_token_logprobs, model.client.info.vocab_size, options, note)
-        )
+    with AsyncSGLTransformer.from_name(model, engine_opts=_engine_arguments(device)) as made:
+        vocab = made.client.info.vocab_size
+        return asyncio.run(measure(made.next_token_logprobs, vocab, note, **load))
 
 
 def _without_vocabulary() -> None:
@@ -137,23 +133,23 @@ def _without_vocabulary() -> None:
     base.decode_vocab = lambda tokenizer: ([], [])
 
 
-def _genlm_sgl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+def genlm_sgl(note: Note, *, model: str, device: str, **load: Any) -> dict[str, Any]:
     note("starting")
     from genlm.backend.llm.sgl import AsyncSGLTransformer
 
     _without_vocabulary()
-    arguments = _engine_arguments(options["device"]) | {"log_level": "warning"}
-    if options["device"] == "cpu":
+    arguments = _engine_arguments(device) | {"log_level": "warning"}
+    if device == "cpu":
         from . import sglang_cpu
 
         sglang_cpu.prepare()
-        arguments |= sglang_cpu.arguments("cpu")
-    model = AsyncSGLTransformer.from_name(options["model"], engine_opts=arguments)
-    vocab = model.model.model_config.vocab_size
-    return asyncio.run(measure(model.next_token_logprobs, vocab, options, note))
+        arguments |= sglang_cpu.cpu_arguments()
+    made = AsyncSGLTransformer.from_name(model, engine_opts=arguments)
+    vocab = made.model.model_config.vocab_size
+    return asyncio.run(measure(made.next_token_logprobs, vocab, note, **load))
 
 
-def _genlm_hf(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+def genlm_hf(note: Note, *, model: str, device: str, **load: Any) -> dict[str, Any]:
     note("starting")
     from genlm.backend.llm.hf import AsyncTransformer
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
@@ -162,15 +158,7 @@ def _genlm_hf(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     if not hasattr(DynamicCache, "from_legacy_cache"):
         # The method is part of transformers 4. Here it is only called without a cache.
         DynamicCache.from_legacy_cache = staticmethod(lambda past: None if past is None else past)
-    mod = AutoModelForCausalLM.from_pretrained(options["model"], dtype="auto")
-    mod = mod.to(options["device"])
-    model = AsyncTransformer(mod, AutoTokenizer.from_pretrained(options["model"]))
-    vocab = mod.config.vocab_size
-    return asyncio.run(measure(model.next_token_logprobs, vocab, options, note))
-
-
-if __name__ == "__main__":
-    serve_part({"sglrl": _sglrl, "genlm_sgl": _genlm_sgl, "genlm_hf": _genlm_hf})
-    sys.stderr.flush()
-    # SGLang's threads and CUDA teardown can take seconds and have nothing to save.
-    os._exit(0)
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device)
+    made = AsyncTransformer(loaded, AutoTokenizer.from_pretrained(model))
+    vocab = loaded.config.vocab_size
+    return asyncio.run(measure(made.next_token_logprobs, vocab, note, **load))

@@ -1,65 +1,25 @@
-"""Faults of hosts, drawn from a seed, and the program that carries them out."""
+"""Inflict faults on the hosts of a running pool, and on their links."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import os
-import random
 import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import sglrl
 
+from . import fault_schedule
+from .fault_schedule import DRIVER, INWARD, OUTWARD, TWO, Fault
 from .network import Host, Program
-
-BLINK = "blink"
-"""The link is down for less than ``HEARTBEAT_SECONDS``."""
-AWAY = "away"
-"""The link is down for longer. The workers return."""
-INWARD = "inward"
-"""As AWAY, but only packets to the host are lost."""
-OUTWARD = "outward"
-"""As AWAY, but only packets from the host are lost."""
-GONE = "gone"
-"""The link is down for longer than ``ORPHAN_SECONDS``. The workers are replaced."""
-WORKER = "worker"
-"""SIGKILL to a worker."""
-NODE = "node"
-"""SIGKILL to a node, which starts again."""
-TWO = "two"
-"""SIGKILL to two nodes at once, which start again."""
-DRIVER = "driver"
-"""The program with the calls is stopped."""
 
 HEARTBEAT_SECONDS = 3.0
 ORPHAN_SECONDS = 15.0
-SHARES: Mapping[str, float] = {
-    BLINK: 5,
-    AWAY: 5,
-    INWARD: 2,
-    OUTWARD: 2,
-    GONE: 1,
-    WORKER: 5,
-    NODE: 3,
-    TWO: 1,
-    DRIVER: 1,
-}
-_SECONDS = {
-    BLINK: (0.2, 2.0),
-    AWAY: (5.0, 9.0),
-    INWARD: (5.0, 9.0),
-    OUTWARD: (5.0, 9.0),
-    GONE: (22.0, 30.0),
-    NODE: (0.5, 3.0),
-    TWO: (0.5, 3.0),
-    DRIVER: (2.0, 20.0),
-}
 _POLL = 0.05
 """Seconds between looks at the hosts."""
 _PATIENCE = 180.0
@@ -74,36 +34,6 @@ os.kill(pid, signal.SIGSTOP)
 time.sleep(seconds)
 os.kill(pid, signal.SIGCONT)
 """
-
-
-class HostFault(NamedTuple):
-    """One fault.
-
-    Attributes:
-        gap: seconds after the previous fault.
-        host: a random number. Take it modulo the number of hosts that can be struck.
-        seconds: how long the fault lasts.
-    """
-
-    kind: str
-    gap: float
-    host: int
-    seconds: float
-
-
-def schedule(seed: int, count: int, gap: float) -> list[HostFault]:
-    """Return ``count`` faults, ``gap`` seconds apart on average, in proportion to ``SHARES``."""
-    draw = random.Random(seed)
-    kinds = draw.choices(list(SHARES), list(SHARES.values()), k=count)
-    return [
-        HostFault(
-            kind,
-            draw.expovariate(1 / gap),
-            draw.randrange(1 << 30),
-            draw.uniform(*_SECONDS.get(kind, (0.0, 0.0))),
-        )
-        for kind in kinds
-    ]
 
 
 class Machine:
@@ -143,7 +73,7 @@ class HostStriker:
         self._struck: set[str] = set()
         """The names of the hosts with a fault."""
 
-    async def run(self, faults: Sequence[HostFault]) -> list[str]:
+    async def run(self, faults: Sequence[Fault]) -> list[str]:
         """Carry out all faults, and wait until the pool is whole.
 
         Returns:
@@ -184,7 +114,7 @@ class HostStriker:
         hosts = [f"{host.name} {host.state}" for host in self._hosts.hosts]
         return f"workers {workers}, hosts {hosts}, hosts with a fault {sorted(self._struck)}"
 
-    async def _targets(self, fault: HostFault) -> list[Machine]:
+    async def _targets(self, fault: Fault) -> list[Machine]:
         """Wait until enough hosts have no fault, and return those to strike."""
         wanted = {DRIVER: 0, TWO: 2}.get(fault.kind, 1)
         async with asyncio.timeout(_PATIENCE):
@@ -192,7 +122,7 @@ class HostStriker:
                 await self._spread()
                 serving = {w.host for w in self._client.workers if w.state == "ready"}
                 free = [m for m in self._machines if m.name not in self._struck]
-                first = fault.host % len(free) if free else 0
+                first = fault.target % len(free) if free else 0
                 found = [*free[first:], *free[:first]][:wanted]
                 rest = [m.name for m in free if m not in found and m.name in serving]
                 if len(found) == wanted and rest:
@@ -216,19 +146,19 @@ class HostStriker:
             await self._client.add_workers(1)
             await self._client.remove_worker(crowd[0], timeout=_DRAIN_SECONDS)
 
-    async def _strike(self, fault: HostFault, machines: list[Machine]) -> None:
+    async def _strike(self, fault: Fault, machines: list[Machine]) -> None:
         try:
             match fault.kind:
-                case "driver":
+                case fault_schedule.DRIVER:
                     command = [sys.executable, "-c", _STOPPER, str(os.getpid()), str(fault.seconds)]
                     stopper = subprocess.Popen(command)
                     await asyncio.to_thread(stopper.wait)
-                case "worker":
+                case fault_schedule.WORKER:
                     pids = [w.pid for w in self._client.workers if w.host == machines[0].name]
                     for pid in pids[:1]:
                         with contextlib.suppress(ProcessLookupError):
                             os.kill(pid, signal.SIGKILL)
-                case "node" | "two":
+                case fault_schedule.NODE | fault_schedule.TWO:
                     for machine in machines:
                         machine.node.kill()
                     await asyncio.sleep(fault.seconds)

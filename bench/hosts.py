@@ -2,34 +2,34 @@
 
 The hosts are network namespaces of this machine, joined by a bridge, so this needs root. Links
 break for a short or a long time or in one direction, nodes and workers are killed, and the program
-itself is stopped. The bench reports the outcome of every call.
+itself is stopped. The bench reports the outcome of every call. The tests use ``measure`` too.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
+import time
+from functools import partial
 from typing import Annotated, Any
 
+import msgspec
 import typer
 
-from .parts import PartFailed, run_part
-from .report import (
-    Target,
-    console,
-    describe,
-    machine,
-    number,
-    print_note,
-    print_targets,
-    table,
-    write_json,
-)
+import sglrl
 
-_PARTS = "bench.hosts_parts"
+from .fault_cases import CASES
+from .fault_schedule import HOST_SHARES, schedule
+from .faults import print_outcomes
+from .host_faults import HEARTBEAT_SECONDS, HostStriker, Machine
+from .network import star
+from .parts import Note
+from .report import Json, Report
+
+_HOSTS = 3
+_WORKERS = 6
 
 
 def main(
-    json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
+    json: Json = None,
     faults: Annotated[int, typer.Option(min=1, help="How many.")] = 200,
     gap: Annotated[float, typer.Option(min=0.1, help="Seconds between them, on average.")] = 3.0,
     in_flight: Annotated[int, typer.Option(min=1, help="Callers.")] = 24,
@@ -38,55 +38,54 @@ def main(
         float, typer.Option(min=0, help="Milliseconds that each packet takes longer.")
     ] = 0.0,
     loss: Annotated[float, typer.Option(min=0, max=50, help="Percent of packets lost.")] = 0.0,
-    limit: Annotated[float, typer.Option(help="Seconds that this may take.")] = 3600.0,
 ) -> None:
     """Inject faults of hosts under load: count lost, duplicated and wrong calls."""
-    info = machine()
-    options = {
-        "faults": faults,
-        "gap": gap,
-        "in_flight": in_flight,
-        "seed": seed,
-        "delay": delay / 1000,
-        "loss": loss / 100,
-    }
-    console.print(describe(info))
-    try:
-        found = run_part(_PARTS, "faults", options, print_note, limit)
-    except PartFailed as failure:
-        print_note(f"not measured: {failure}\n{failure.log}")
-        raise typer.Exit(1) from None
-    _print(found)
-    targets = [
-        Target("faults", faults, sum(found["faults"].values()), ""),
-        *(
-            Target(f"calls {what}", 0, found[what], "", at_most=True)
-            for what in ("lost", "duplicated", "wrong")
-        ),
-    ]
-    print_targets(targets)
-    write_json(
-        json, {"bench": "hosts", "machine": info, "options": options, "result": found}, targets
-    )
-    if not found["flawless"]:
-        raise typer.Exit(1)
+    report = Report("hosts", json)
+    options = {"faults": faults, "gap": gap, "in_flight": in_flight, "seed": seed}
+    options |= {"delay": delay / 1000, "loss": loss / 100}
+    title = "three hosts"
+    found = report.measure({title: partial(measure, **options)}, limit=3600.0).get(title)
+    if found:
+        print_outcomes(report, title, found, faults)
+    report.finish(ok=bool(found and found["flawless"]), options=options, result=found)
 
 
-def _print(found: dict[str, Any]) -> None:
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(found["faults"].items()))
-    rows = [
-        ("calls submitted", number(found["submitted"])),
-        ("  lost", number(found["lost"])),
-        ("  duplicated", number(found["duplicated"])),
-        ("  wrong", number(found["wrong"])),
-        ("calls that another worker went on with", number(found["resumed"])),
-        ("tokens generated", number(found["tokens"])),
-    ]
-    table(f"three hosts, {found['seconds']:.0f} s, faults: {kinds}", ("", ""), rows)
-    for text, count in found["reasons"].items():
-        console.print(f"{count} x {text}", markup=False)
-    for text in found["troubles"]:
-        console.print(text, markup=False)
+async def measure(
+    note: Note, *, faults: int, gap: float, in_flight: int, seed: int, delay: float, loss: float
+) -> dict[str, Any]:
+    """Put a pool on three hosts under load, inject faults, and return the outcome of the calls.
+
+    Args:
+        gap: average seconds between two faults.
+        delay: of each packet, in seconds.
+        loss: share of the packets that are lost.
+    """
+    case = CASES["fake"]._replace(in_flight=in_flight)
+    note("starting")
+    with star(_HOSTS, delay=delay, loss=loss) as (here, others):
+        async with sglrl.Hosts(
+            f"tcp://{here.address}:*",
+            insecure=True,
+            at_least=_HOSTS,
+            heartbeat_timeout=HEARTBEAT_SECONDS,
+        ) as hosts:
+            machines = [
+                Machine(other, f"host-{n}", hosts.address) for n, other in enumerate(others)
+            ]
+            async with case.launch(hosts=hosts, replicas=_WORKERS, hang_timeout=120.0) as client:
+                load = await case.load(client, seed)
+                striker = HostStriker(client, hosts, here, machines)
+                begun = time.monotonic()
+                async with load.running(striker.faults.total, note):
+                    troubles = await striker.run(schedule(seed, faults, gap, HOST_SHARES))
+                troubles += load.left_over()
+                return {
+                    "faults": dict(striker.faults),
+                    "seconds": time.monotonic() - begun,
+                    **msgspec.to_builtins(load.outcomes),
+                    "troubles": troubles,
+                    "flawless": load.outcomes.flawless and not troubles,
+                }
 
 
 if __name__ == "__main__":

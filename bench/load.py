@@ -1,4 +1,7 @@
-"""Closed-loop load: n callers, each of which makes its next call when its last one is answered."""
+"""Closed-loop load: n callers, each of which makes its next call when its last one is answered.
+
+Also the clocks that every bench reads: time, CPU time and percentiles.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ import asyncio
 import gc
 import statistics
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+import psutil
 
 from .parts import Note
 
@@ -18,6 +22,14 @@ Call = Callable[[int], Awaitable[Any]]
 
 WARM_SECONDS = 0.3
 _GC_THRESHOLDS = (50_000, 20, 100)
+
+
+class Load(NamedTuple):
+    """Repetitions of a closed loop: their length, their number, and the calls in flight."""
+
+    seconds: float
+    repeats: int
+    levels: tuple[int, ...]
 
 
 def settle_collector() -> None:
@@ -62,6 +74,32 @@ class Window(NamedTuple):
         return self.loop_seconds / self.calls * 1e6
 
 
+class Clocks:
+    """The clocks of this process and of the event loop's thread, which makes this object."""
+
+    def __init__(self) -> None:
+        self._begun = self._read()
+
+    def window(self, calls: int, latencies: Sequence[float] = ()) -> Window:
+        """Return what has passed since this object was made."""
+        passed = [now - begun for now, begun in zip(self._read(), self._begun, strict=True)]
+        return Window(calls, *passed, tuple(latencies))
+
+    @staticmethod
+    def _read() -> tuple[float, float, float]:
+        return time.perf_counter(), time.process_time(), time.thread_time()
+
+
+def cpu_seconds(process: psutil.Process) -> float:
+    """Return the user and system seconds of a process, without its children."""
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def percentile(latencies: Sequence[float], percent: float) -> float:
+    return float(np.percentile(np.asarray(latencies), percent))
+
+
 async def closed_loop(
     call: Call, in_flight: int, seconds: float, repeats: int, *, record: bool = False
 ) -> list[Window]:
@@ -97,38 +135,14 @@ async def closed_loop(
         await asyncio.sleep(min(seconds, WARM_SECONDS))
         for _ in range(repeats):
             latencies.clear()
-            begun = (count, clock(), time.process_time(), time.thread_time())
+            before, clocks = count, Clocks()
             await asyncio.sleep(seconds)
-            while count == begun[0]:  # noqa: ASYNC110
+            while count == before:  # noqa: ASYNC110
                 await asyncio.sleep(seconds)
-            ended = (count, clock(), time.process_time(), time.thread_time())
             # In a steady state, as many calls begin as end.
-            windows.append(
-                Window(
-                    ended[0] - begun[0],
-                    ended[1] - begun[1],
-                    ended[2] - begun[2],
-                    ended[3] - begun[3],
-                    tuple(latencies),
-                )
-            )
+            windows.append(clocks.window(count - before, latencies))
         running = False
     return windows
-
-
-def percentile(latencies: Sequence[float], percent: float) -> float:
-    return float(np.percentile(np.asarray(latencies), percent))
-
-
-def latency_summary(windows: Sequence[Window]) -> dict[str, float]:
-    """Return medians over the windows: percentiles and CPU time a call, in microseconds."""
-    return {
-        "cpu_us": statistics.median(w.cpu_us for w in windows),
-        "loop_us": statistics.median(w.loop_us for w in windows),
-    } | {
-        f"p{percent}_us": statistics.median(percentile(w.latencies, percent) * 1e6 for w in windows)
-        for percent in (50, 99)
-    }
 
 
 def rate_summary(windows: Sequence[Window]) -> dict[str, float]:
@@ -143,20 +157,21 @@ def rate_summary(windows: Sequence[Window]) -> dict[str, float]:
     }
 
 
-async def latency_and_rates(call: Call, options: Mapping[str, Any], note: Note) -> dict[str, Any]:
+async def latency_and_rates(call: Call, load: Load, note: Note) -> dict[str, Any]:
     """Measure the latency at 1 in flight, then the rate at each level.
 
-    Args:
-        options: ``seconds``, ``repeats`` and ``levels``, the numbers of calls in flight.
+    Figures are medians over the windows: CPU time a call and percentiles in microseconds.
     """
-    seconds, repeats = options["seconds"], options["repeats"]
     note("latency at 1 in flight")
-    result: dict[str, Any] = {
-        "latency": latency_summary(await closed_loop(call, 1, seconds, repeats, record=True)),
-        "rates": {},
+    windows = await closed_loop(call, 1, load.seconds, load.repeats, record=True)
+    latency = {
+        f"p{percent}_us": statistics.median(percentile(w.latencies, percent) * 1e6 for w in windows)
+        for percent in (50, 99)
     }
-    for level in options["levels"]:
+    summary = rate_summary(windows)
+    latency |= {name: summary[name] for name in ("cpu_us", "loop_us")}
+    rates = {}
+    for level in load.levels:
         note(f"{level} in flight")
-        windows = await closed_loop(call, level, seconds, repeats)
-        result["rates"][str(level)] = rate_summary(windows)
-    return result
+        rates[str(level)] = rate_summary(await closed_loop(call, level, load.seconds, load.repeats))
+    return {"latency": latency, "rates": rates}

@@ -1,15 +1,20 @@
 """Parts: each measured system runs in its own process, started after the previous one has exited.
 
-So no two systems share a core, a GPU or a garbage collector. A system that fails becomes a row with
-the reason. A part's process writes JSON lines (``note``, then ``result`` or ``error``) to a pipe.
-Output of the process and its children goes to a log, which is shown if the part fails.
+So no two systems share a core, a GPU or a garbage collector. A part is a function that gets
+``note`` and returns figures, with its other arguments bound by ``functools.partial``. It may be a
+coroutine function. It reaches its process as a pickle. The process writes JSON lines (``note``,
+then ``result`` or ``error``) to a pipe. The output of the process and its children goes to a log,
+which is shown if the part fails.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
+import inspect
 import json
 import os
+import pickle
 import select
 import selectors
 import signal
@@ -20,6 +25,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -33,7 +39,9 @@ _INTERRUPT_SECONDS = 10.0
 
 Note = Callable[[str], None]
 """Show the user what a part is doing."""
-Part = Callable[[Mapping[str, Any], Note], dict[str, Any]]
+Part = Callable[[Note], Any]
+"""Measure a system, and return its figures or an awaitable of them. JSON must be able to hold
+them."""
 
 
 class PartFailed(Exception):
@@ -44,15 +52,8 @@ class PartFailed(Exception):
         self.log = log
 
 
-def run_part(
-    module: str,
-    name: str,
-    options: Mapping[str, Any],
-    note: Note,
-    limit: float,
-    env: Mapping[str, str] | None = None,
-) -> dict[str, Any]:
-    """Measure part ``name`` of ``module`` in a new process and return its result.
+def run_part(part: Part, note: Note, limit: float, env: Mapping[str, str] | None = None) -> Any:
+    """Measure a part in a new process and return its figures, as JSON holds them.
 
     All processes of the part have exited on return.
 
@@ -64,12 +65,17 @@ def run_part(
         PartFailed: the part exited without a result, raised, or took too long.
     """
     read_end, write_end = os.pipe()
-    with tempfile.TemporaryFile(encoding="utf-8", mode="w+", errors="replace") as log:
+    with (
+        tempfile.TemporaryFile(encoding="utf-8", mode="w+", errors="replace") as log,
+        tempfile.TemporaryFile() as pickled,
+    ):
+        pickle.dump(_by_module(part), pickled)
+        pickled.seek(0)
         process = subprocess.Popen(
-            [sys.executable, "-m", module, name, json.dumps(options), str(write_end)],
+            [sys.executable, "-m", "bench.parts", str(write_end)],
             cwd=ROOT,
             env={**os.environ, **(env or {})},
-            stdin=subprocess.DEVNULL,
+            stdin=pickled,
             stdout=log,
             stderr=log,
             pass_fds=(write_end,),
@@ -87,12 +93,24 @@ def run_part(
             finally:
                 _end(process, patience)
         if "result" in outcome:
-            result: dict[str, Any] = outcome["result"]
-            return result
+            return outcome["result"]
         log.seek(0)
         tail = "\n".join(log.read().splitlines()[-_LOG_TAIL:])
         status = process.returncode
         raise PartFailed(outcome.get("error") or f"ended with status {status}", tail)
+
+
+def _by_module(part: Part) -> Part:
+    """Return the part with a function that another process can import.
+
+    The program's own functions are in ``__main__``, which is another module there.
+    """
+    if not isinstance(part, partial) or part.func.__module__ != "__main__":
+        return part
+    spec = sys.modules["__main__"].__spec__
+    assert spec is not None, "run the bench with python -m"
+    function = getattr(importlib.import_module(spec.name), part.func.__name__)
+    return partial(function, *part.args, **part.keywords)
 
 
 def _listen(pipe: IO[bytes], note: Note, limit: float) -> dict[str, Any]:
@@ -149,9 +167,8 @@ def _group(leader: int) -> list[psutil.Process]:
     return found
 
 
-def serve_part(parts: Mapping[str, Part]) -> None:
-    """Measure the part that the command line names. This is the main function of such a module."""
-    name, options, descriptor = sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3])
+def _serve(descriptor: int) -> None:
+    """Measure the part that standard input holds, and write its figures to the pipe."""
     # Children must not hold the pipe, or the bench would not notice that this process exits.
     os.set_inheritable(descriptor, False)
     threading.Thread(target=_die_with_the_bench, args=(descriptor,), daemon=True).start()
@@ -161,12 +178,15 @@ def serve_part(parts: Mapping[str, Part]) -> None:
         pipe.write(json.dumps(message) + "\n")
 
     try:
-        result = parts[name](options, lambda text: say(note=text))
+        result = pickle.load(sys.stdin.buffer)(lambda text: say(note=text))
+        if inspect.iscoroutine(result):
+            import uvloop
+
+            result = uvloop.run(result)
+        say(result=result)
     except BaseException as error:
         traceback.print_exc()
         say(error=f"{type(error).__name__}: {error}")
-    else:
-        say(result=result)
 
 
 def _die_with_the_bench(descriptor: int) -> None:
@@ -175,3 +195,11 @@ def _die_with_the_bench(descriptor: int) -> None:
     poller.register(descriptor, 0)
     poller.poll()
     os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]))
+    if "sglang" in sys.modules:
+        sys.stderr.flush()
+        # SGLang's threads and CUDA teardown can take seconds and have nothing to save.
+        os._exit(0)

@@ -1,4 +1,4 @@
-"""The payload of every system of ``bench.fabric``: 64 token ids in, 64 ids and 64 logprobs out."""
+"""The payload of fake engines and their peers: 64 ids in, 64 ids and 64 logprobs out."""
 
 from __future__ import annotations
 

@@ -3,40 +3,42 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import statistics
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import uvloop
+import sglrl
 
-from .parts import Note, serve_part
-
-
-def _prefix(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    return uvloop.run(_prefix_main(options, note))
+from .cases import Case
+from .parts import Note
 
 
-async def _prefix_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """Run agents with one system prompt, all at the same time.
+async def prefix(
+    note: Note,
+    *,
+    case: Case,
+    turns: int,
+    system: int,
+    question: int,
+    tool: int,
+    tool_seconds: float,
+) -> dict[str, Any]:
+    """Run ``case.in_flight`` agents with one system prompt, all at the same time.
 
     The result compares the tokens that the engine took from its prefix cache with the tokens that
     it could have taken.
-    """
-    import sglrl
 
-    count, turns, new = options["agents"], options["turns"], options["new"]
+    Args:
+        system: tokens of the system prompt.
+        question: tokens of each agent's own prompt.
+        tool: tokens that a tool returns.
+    """
+    count, new = case.in_flight, case.new
     begun = time.perf_counter()
     note("starting")
-    async with sglrl.launch(
-        options["model"],
-        device=options["device"],
-        dtype=options["dtype"],
-        **options["arguments"],
-    ) as client:
+    async with case.launch() as client:
         start_seconds = time.perf_counter() - begun
         vocab = client.info.vocab_size
 
@@ -46,16 +48,14 @@ async def _prefix_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
             def ids(size: int) -> list[int]:
                 return [draw.randrange(vocab) for _ in range(size)]
 
-            system = ids(options["system"])
-            answers = [[ids(options["tool"]) for _ in range(turns - 1)] for _ in range(count)]
-            items = [
-                {"number": i, "input_ids": system + ids(options["question"])} for i in range(count)
-            ]
+            common = ids(system)
+            answers = [[ids(tool) for _ in range(turns - 1)] for _ in range(count)]
+            items = [{"number": i, "input_ids": common + ids(question)} for i in range(count)]
 
             async def agent(session: sglrl.Session, item: Mapping[str, Any]) -> float:
                 for turn in range(turns):
                     if turn:
-                        await asyncio.sleep(options["tool_seconds"])
+                        await asyncio.sleep(tool_seconds)
                         session.observe(answers[item["number"]][turn - 1])
                     await session.generate()
                 return 1.0
@@ -74,11 +74,11 @@ async def _prefix_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]
         note("warming up")
         await repetition(-1)
         speeds, found = [], []
-        for number in range(options["repeats"]):
-            note(f"repetition {number + 1} of {options['repeats']}")
+        for number in range(case.repeats):
+            note(f"repetition {number + 1} of {case.repeats}")
             trajectories, seconds = await repetition(number)
             speeds.append(count * turns * new / seconds)
-            found.append(_cached(trajectories, options["system"]))
+            found.append(_cached(trajectories, system))
     rows = [[sum(column) for column in zip(*row, strict=True)] for row in zip(*found, strict=True)]
     prompt, cached, ideal = (sum(column) for column in zip(*rows, strict=True))
     return {
@@ -112,10 +112,3 @@ def _cached(trajectories: Sequence[Any], system: int) -> list[list[int]]:
             [sum(t.prompt_tokens for t in turns), sum(t.cached_tokens for t in turns), ideal]
         )
     return rows
-
-
-if __name__ == "__main__":
-    serve_part({"prefix": _prefix})
-    sys.stderr.flush()
-    # As in bench.engine: SGLang's threads can take seconds to end.
-    os._exit(0)

@@ -1,46 +1,207 @@
-"""The output of every bench: the machine, one table, the targets and one JSON file."""
+"""The report of every bench: the machine, its tables, the targets and one JSON file."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
+import msgspec
 import psutil
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .parts import Note
+from .parts import Note, Part, PartFailed, run_part
 
 console = Console(width=None if Console().is_terminal else 120)
 _errors = Console(stderr=True)
+_PACKAGES = "sglrl sglang torch pyzmq msgspec uvloop aiohttp uvicorn httptools ray torchmonarch"
+
+Json = Annotated[Path | None, typer.Option(help="Write all figures to this file.")]
+"""The option ``--json`` of every bench."""
+Value = str | float | None
+"""A cell of a table: numbers are formatted by ``number``."""
 
 
-class Target(NamedTuple):
+class Target(msgspec.Struct):
     """A target for a figure. ``measured`` is None if the figure could not be measured."""
 
     name: str
     asked: float
     measured: float | None
     unit: str
-    at_most: bool = False
-
-    @property
-    def verdict(self) -> str:
-        if self.measured is None:
-            return "not measured"
-        met = self.measured <= self.asked if self.at_most else self.measured >= self.asked
-        return "ok" if met else "short"
+    at_most: bool
+    verdict: str
 
 
-def machine() -> dict[str, Any]:
-    """Return CPU model, cores, GPUs and versions. A figure means nothing without them."""
+class Report:
+    """What one run of a bench measures. It is printed, and written with ``--json``.
+
+    Attributes:
+        machine: CPU model, cores, GPUs and versions. A figure means nothing without them.
+        failed: why a system could not be measured, by its title.
+        targets: figures beside the project's aims.
+    """
+
+    def __init__(self, bench: str, path: Path | None) -> None:
+        self.bench = bench
+        self.path = path
+        self.machine = _machine()
+        self.failed: dict[str, str] = {}
+        self.targets: list[Target] = []
+        console.print(_described(self.machine), markup=False)
+
+    def measure(
+        self,
+        plan: Mapping[str, Part],
+        *,
+        limit: float = 600.0,
+        env: Mapping[str, str] | None = None,
+        of: str = "",
+    ) -> dict[str, Any]:
+        """Measure systems one after the other, each in its own process.
+
+        Args:
+            plan: the systems by title.
+            limit: seconds that one system may take, with its start.
+            env: environment variables in addition to the bench's own.
+            of: begins the title under which a failure is reported.
+
+        Returns:
+            The figures by title. Systems that fail are left out.
+        """
+        results = {}
+        with _steps(len(plan)) as (begin, note):
+            for title, part in plan.items():
+                begin(of + title)
+                try:
+                    results[title] = run_part(part, note, limit, env)
+                except PartFailed as failure:
+                    self.failed[of + title] = str(failure)
+                    print_note(f"{of}{title} failed: {failure}\n{failure.log}")
+        return results
+
+    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Value]]) -> None:
+        """Print a table. The first column is left-aligned, the others are right-aligned."""
+        drawn = Table(title=title, title_justify="left", title_style="bold")
+        for i, column in enumerate(columns):
+            drawn.add_column(column, justify="right" if i else "left")
+        for row in rows:
+            drawn.add_row(*(v if isinstance(v, str) else number(v) for v in row))
+        if rows:
+            console.print(drawn)
+
+    def lines(self, *texts: str) -> None:
+        """Print plain lines."""
+        for text in texts:
+            console.print(text, markup=False)
+
+    def target(
+        self, name: str, asked: float, measured: float | None, unit: str = "", at_most: bool = False
+    ) -> None:
+        """Compare a figure with its target."""
+        if measured is None:
+            verdict = "not measured"
+        else:
+            verdict = "ok" if (measured <= asked if at_most else measured >= asked) else "short"
+        self.targets.append(Target(name, asked, measured, unit, at_most, verdict))
+
+    def finish(self, *, may_fail: Collection[str] = (), ok: bool = True, **figures: Any) -> None:
+        """Print the failures and the targets, and write the file.
+
+        Args:
+            may_fail: titles of peers whose failure is no failure of the bench.
+            ok: whether the figures themselves are right.
+            figures: what the file holds besides the machine, the failures and the targets.
+
+        Raises:
+            typer.Exit: with status 1, if the bench failed.
+        """
+        self.lines(*(f"{title}: not measured: {why}" for title, why in self.failed.items()))
+        styles = {"ok": "green", "short": "red", "not measured": "yellow"}
+        self.table(
+            "asked",
+            ("figure", "asked", "measured", ""),
+            [
+                (
+                    target.name,
+                    f"{'<=' if target.at_most else '>='} {number(target.asked)} {target.unit}",
+                    target.measured,
+                    f"[{styles[target.verdict]}]{target.verdict}[/]",
+                )
+                for target in self.targets
+            ],
+        )
+        if self.path is not None:
+            document = {"bench": self.bench, "machine": self.machine, **figures}
+            document |= {"failed": self.failed, "asked": msgspec.to_builtins(self.targets)}
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+            print_note(f"written to {self.path}")
+        if not ok or self.failed.keys() - set(may_fail):
+            raise typer.Exit(1)
+
+
+def ratio(a: float | None, b: float | None) -> float | None:
+    """Return a / b, or None if one of them was not measured."""
+    return a / b if a is not None and b else None
+
+
+def extent(values: Sequence[float]) -> str:
+    """Format the lowest and the highest value."""
+    return f"{number(min(values))} .. {number(max(values))}"
+
+
+def number(value: float | None) -> str:
+    """Format a number with at most four significant digits, or with thousands separators.
+
+    None becomes an empty string.
+    """
+    if value is None:
+        return ""
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"
+
+
+def print_note(text: str) -> None:
+    _errors.print(text, markup=False, highlight=False)
+
+
+@contextmanager
+def _steps(total: int) -> Iterator[tuple[Note, Note]]:
+    """Show a progress bar over the parts on stderr. Without a terminal, print lines.
+
+    Yields:
+        ``begin`` and ``note``: ``begin(text)`` starts the next part, ``note(text)`` shows what the
+        part is doing.
+    """
+    if not _errors.is_terminal:
+        yield print_note, lambda text: print_note("  " + text)
+        return
+    columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+    with Progress(*columns, console=_errors, transient=True) as progress:
+        task = progress.add_task("", total=total)
+        current = ""
+        begun = 0
+
+        def begin(text: str) -> None:
+            nonlocal current, begun
+            current = text
+            progress.update(task, description=text, completed=begun)
+            begun += 1
+
+        yield begin, lambda text: progress.update(task, description=f"{current}: {text}")
+
+
+def _machine() -> dict[str, Any]:
     return {
         "cpu": _cpu_model(),
         "cores": len(os.sched_getaffinity(0)),
@@ -48,23 +209,7 @@ def machine() -> dict[str, Any]:
         "gpus": _gpus(),
         "python": platform.python_version(),
         "load_average_before": round(os.getloadavg()[0], 2),
-        "versions": {
-            name: version
-            for name in (
-                "sglrl",
-                "sglang",
-                "torch",
-                "pyzmq",
-                "msgspec",
-                "uvloop",
-                "aiohttp",
-                "uvicorn",
-                "httptools",
-                "ray",
-                "torchmonarch",
-            )
-            if (version := _version(name))
-        },
+        "versions": {name: found for name in _PACKAGES.split() if (found := _version(name))},
     }
 
 
@@ -94,88 +239,10 @@ def _gpus() -> list[str]:
     return found
 
 
-def describe(info: dict[str, Any]) -> str:
+def _described(info: Mapping[str, Any]) -> str:
     gpus = f", {len(info['gpus'])} x {info['gpus'][0]}" if info["gpus"] else ""
     versions = ", ".join(f"{name} {version}" for name, version in info["versions"].items())
     return (
         f"{info['cores']} cores of {info['cpu']}{gpus}, {info['memory_gib']} GiB; "
         f"load {info['load_average_before']} before; Python {info['python']}, {versions}"
     )
-
-
-@contextmanager
-def steps(total: int) -> Iterator[tuple[Note, Note]]:
-    """Show a progress bar over the parts on stderr. Without a terminal, print lines.
-
-    Yields:
-        ``begin`` and ``note``: ``begin(text)`` starts the next part, ``note(text)`` shows what the
-        part is doing.
-    """
-    if not _errors.is_terminal:
-        yield (lambda text: print_note(text), lambda text: print_note("  " + text))
-        return
-    columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=_errors, transient=True) as progress:
-        task = progress.add_task("", total=total)
-        current = ""
-        begun = 0
-
-        def begin(text: str) -> None:
-            nonlocal current, begun
-            current = text
-            progress.update(task, description=text, completed=begun)
-            begun += 1
-
-        yield begin, lambda text: progress.update(task, description=f"{current}: {text}")
-
-
-def print_note(text: str) -> None:
-    _errors.print(text, markup=False, highlight=False)
-
-
-def table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table. The first column is left-aligned, the others are right-aligned."""
-    drawn = Table(title=title, title_justify="left", title_style="bold")
-    for i, column in enumerate(columns):
-        drawn.add_column(column, justify="right" if i else "left")
-    for row in rows:
-        drawn.add_row(*row)
-    console.print(drawn)
-
-
-def print_targets(targets: Sequence[Target]) -> None:
-    rows = []
-    for target in targets:
-        sign = "<=" if target.at_most else ">="
-        style = {"ok": "green", "short": "red"}.get(target.verdict, "yellow")
-        measured = "" if target.measured is None else number(target.measured)
-        rows.append(
-            (
-                target.name,
-                f"{sign} {number(target.asked)} {target.unit}",
-                measured,
-                f"[{style}]{target.verdict}[/]",
-            )
-        )
-    table("asked", ("figure", "asked", "measured", ""), rows)
-
-
-def number(value: float | None) -> str:
-    """Format a number with at most four significant digits, or with thousands separators.
-
-    None becomes an empty string.
-    """
-    if value is None:
-        return ""
-    if value >= 1000:
-        return f"{value:,.0f}"
-    return f"{value:.4g}"
-
-
-def write_json(path: Path | None, document: dict[str, Any], targets: Sequence[Target]) -> None:
-    if path is None:
-        return
-    asked = [t._asdict() | {"verdict": t.verdict} for t in targets]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(document | {"asked": asked}, indent=2) + "\n", encoding="utf-8")
-    print_note(f"written to {path}")

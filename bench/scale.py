@@ -7,91 +7,110 @@ not change it much.
 
 from __future__ import annotations
 
-from pathlib import Path
+import asyncio
+import contextlib
+import sys
+import time
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
-from .parts import PartFailed, run_part
-from .report import (
-    Target,
-    console,
-    describe,
-    machine,
-    number,
-    print_note,
-    print_targets,
-    steps,
-    table,
-    write_json,
-)
+import sglrl
 
-_PARTS = "bench.scale_parts"
+from .fake_pool import fake_pool
+from .load import Load, closed_loop, rate_summary
+from .parts import ROOT, Note
+from .payload import TOKENS, Prompts
+from .report import Json, Report
+
+_WORKERS = 8
 _LEVELS = (512, 4096)
 _TIMES = 2.0
 """The cost of a call with many nodes may be this many times the cost with one."""
+_NODES_PER_PROCESS = 16
 
 
 def main(
-    json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
+    json: Json = None,
     nodes: Annotated[
         list[int] | None, typer.Option(min=1, help="Repeatable; 1, 8 and 64 by default.")
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Of each node.")] = 8,
     seconds: Annotated[float, typer.Option(help="Length of one repetition.")] = 2.0,
     repeats: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 5,
-    limit: Annotated[
-        float, typer.Option(help="Seconds that one number of nodes may take.")
-    ] = 600.0,
 ) -> None:
     """Measure the cost of a call with simulated nodes."""
-    info = machine()
+    report = Report("scale", json)
     counts = sorted(nodes or (1, 8, 64))
-    results: dict[int, dict[str, Any]] = {}
-    with steps(len(counts)) as (begin, note):
-        for count in counts:
-            begin(f"{count} nodes")
-            options = {
-                "nodes": count,
-                "workers": workers,
-                "levels": _LEVELS,
-                "seconds": seconds,
-                "repeats": repeats,
-            }
-            try:
-                results[count] = run_part(_PARTS, "scale", options, note, limit)
-            except PartFailed as failure:
-                print_note(f"{count} nodes failed: {failure}\n{failure.log}")
-
-    console.print(describe(info))
-    rows = [
-        (
-            f"{count} nodes, {count * workers} workers",
-            str(level),
-            *(number(found[str(level)][figure]) for figure in ("loop_us", "cpu_us", "rate")),
-        )
-        for count, found in results.items()
-        for level in _LEVELS
-    ]
-    heads = ("", "in flight", "us of the loop a call", "us of all threads", "calls/s")
-    table("cost of a call for the program", heads, rows)
-    targets = []
+    load = Load(seconds, repeats, _LEVELS)
+    plan = {f"{count} nodes": partial(measure, nodes=count, load=load) for count in counts}
+    measured = report.measure(plan)
+    results = {n: measured[f"{n} nodes"] for n in counts if f"{n} nodes" in measured}
+    report.table(
+        "cost of a call for the program",
+        ("", "in flight", "us of the loop a call", "us of all threads", "calls/s"),
+        [
+            (
+                f"{count} nodes, {count * _WORKERS} workers",
+                str(level),
+                *(found[str(level)][figure] for figure in ("loop_us", "cpu_us", "rate")),
+            )
+            for count, found in results.items()
+            for level in _LEVELS
+        ],
+    )
     first, last = counts[0], counts[-1]
     if first in results and last in results and first < last:
         for level in _LEVELS:
-            costs = [results[count][str(level)]["loop_us"] for count in (last, first)]
+            more, one = (results[count][str(level)]["loop_us"] for count in (last, first))
             name = f"cost of a call at {level}: {last} nodes, times that of {first}"
-            targets.append(Target(name, _TIMES, costs[0] / costs[1], "", at_most=True))
-    print_targets(targets)
-    document = {
-        "bench": "scale",
-        "machine": info,
-        "options": {"workers": workers, "seconds": seconds, "repeats": repeats},
-        "results": {str(count): found for count, found in results.items()},
-    }
-    write_json(json, document, targets)
-    if len(results) < len(counts):
-        raise typer.Exit(1)
+            report.target(name, _TIMES, more / one, at_most=True)
+    options = {"workers": _WORKERS, "seconds": seconds, "repeats": repeats}
+    report.finish(options=options, results=results)
+
+
+async def measure(note: Note, *, nodes: int, load: Load) -> dict[str, Any]:
+    """Return the cost of a call for this program, with simulated nodes."""
+    prompts = Prompts()
+    note(f"starting {nodes} nodes")
+    begun = time.perf_counter()
+    async with (
+        sglrl.Hosts("tcp://127.0.0.1:*", at_least=nodes) as hosts,
+        _simulated(hosts.address, nodes),
+        fake_pool(
+            hosts=hosts, replicas=nodes * _WORKERS, window=max(load.levels), progress=False
+        ) as client,
+    ):
+        found: dict[str, Any] = {"start_seconds": time.perf_counter() - begun}
+
+        async def call(i: int) -> None:
+            await client.generate(input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True)
+
+        for level in load.levels:
+            note(f"{level} in flight")
+            windows = await closed_loop(call, level, load.seconds, load.repeats)
+            found[str(level)] = rate_summary(windows)
+        return found
+
+
+@contextlib.asynccontextmanager
+async def _simulated(address: str, nodes: int) -> AsyncIterator[None]:
+    """Run processes that simulate this number of nodes."""
+    counts = [min(_NODES_PER_PROCESS, nodes - done) for done in range(0, nodes, _NODES_PER_PROCESS)]
+    command = (sys.executable, "-m", "bench.scale_nodes", address)
+    processes = [
+        await asyncio.create_subprocess_exec(
+            *command, str(count), cwd=ROOT, stdin=asyncio.subprocess.PIPE
+        )
+        for count in counts
+    ]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            await process.wait()
 
 
 if __name__ == "__main__":

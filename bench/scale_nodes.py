@@ -31,7 +31,7 @@ from sglrl.wire.calls import (
     heartbeat_identity,
 )
 from sglrl.wire.codec import decode_of_connection, decode_to_node, decode_to_worker, encode
-from sglrl.wire.engine import EngineInfo, TokenChunk
+from sglrl.wire.engine import TokenChunk
 from sglrl.wire.nodes import (
     Admit,
     ClosePool,
@@ -44,25 +44,14 @@ from sglrl.wire.nodes import (
 )
 from sglrl.wire.processes import Exited, Fork, Forked, Kill, WorkerSpec
 
-from .payload import LOGPROBS, TOKENS, VOCAB
+from .fake_pool import SIMULATED_ENGINE
+from .payload import LOGPROBS, TOKENS
 
 _CORES = 8
 _CHUNK = TokenChunk(
     np.arange(3, 3 + TOKENS, dtype="<i4").tobytes(),
     np.array(LOGPROBS, dtype="<f4").tobytes(),
     "length",
-)
-_INFO = EngineInfo(
-    model="fake",
-    architecture="FakeEngine",
-    dtype="float32",
-    device="cpu",
-    vocab_size=VOCAB,
-    context_length=32_768,
-    max_prompt_tokens=32_767,
-    max_total_tokens=32_768,
-    eos_token_ids=[],
-    kv_cache_tokens=1 << 20,
 )
 _LOAD = Load(0.5, 0, 0, 0.01, 0.01, 1)
 
@@ -80,7 +69,7 @@ class _Worker:
         self._answer = encode(_CHUNK)
         self._dealer = ZmqDealer(spec.address, spec.identity, **options)
         self._dealer.start(self._on_message)
-        ready = Ready(PROTOCOL_VERSION, os.getpid(), window, ["generate"], "cpu", _INFO)
+        ready = Ready(PROTOCOL_VERSION, os.getpid(), window, ["generate"], "cpu", SIMULATED_ENGINE)
         self._dealer.send([encode(ready)])
         self._beats = ZmqDealer(spec.address, heartbeat_identity(spec.identity), **options)
         self._beats.start(lambda frames: None)

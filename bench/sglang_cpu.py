@@ -32,10 +32,8 @@ def prepare(*accelerations: str) -> None:
     install(wanted, Setup(server_args=server_args, device="cpu"), sglang_folder())
 
 
-def arguments(device: str) -> dict[str, Any]:
+def cpu_arguments() -> dict[str, Any]:
     """Return the ``ServerArgs`` that a CPU needs, as our worker sets them for one replica."""
-    if device != "cpu":
-        return {}
     from sglrl_workers.engine.sglang import cpu
 
     found: dict[str, Any] = cpu.engine_arguments(1.0)

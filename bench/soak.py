@@ -13,27 +13,27 @@ import itertools
 import os
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
-from pathlib import Path
+from collections.abc import AsyncIterator
+from functools import partial
 from typing import Annotated, Any, NamedTuple
 
+import msgspec
 import numpy as np
 import psutil
 import typer
-import uvloop
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import sglrl
 from sglrl.driver import fork_server
 
-from .fault_cases import CASES, FaultCase
+from .fault_cases import CASES, FaultCase, weights_of
 from .fault_load import Load
-from .fault_schedule import DROP, KILL, UPDATE, schedule
+from .fault_schedule import BURST, DROP, KILL, UPDATE, schedule
 from .fault_strikes import Striker
-from .faults_parts import weights_of, with_answers
-from .report import Target, console, describe, machine, number, print_targets, table, write_json
+from .parts import Note
+from .report import Json, Report, number
 
+_INTERVAL_SECONDS = 5.0
+"""Seconds between two measurements of all processes."""
 _UPDATE_SECONDS = 20.0
 _PAUSE_SECONDS = 0.2
 """Seconds between two calls of a caller. The pause keeps the machine usable for other work."""
@@ -50,7 +50,7 @@ POOLS = (
 """Worker 0 of each pool is never struck, so it has the whole time to grow."""
 
 
-class Look(NamedTuple):
+class Sample(NamedTuple):
     """One measurement of a process.
 
     Attributes:
@@ -73,7 +73,7 @@ class Soak:
         self.cases = cases
         self.minutes = minutes
         self.seed = seed
-        self.looks: dict[str, list[Look]] = {}
+        self.samples: dict[str, list[Sample]] = {}
         self.loads: dict[str, Load] = {}
         self.strikers: dict[str, Striker] = {}
         self.clients: dict[str, sglrl.Client] = {}
@@ -81,18 +81,13 @@ class Soak:
         self.updates = 0
         self.begun = 0.0
 
-    async def run(self, interval: float, on_look: Callable[[float], None]) -> None:
-        """Run the load.
-
-        Args:
-            interval: seconds between two measurements of all processes.
-            on_look: called with the minute after each measurement.
-        """
+    async def run(self, interval: float, note: Note) -> None:
+        """Run the load, and measure all processes every ``interval`` seconds."""
         async with contextlib.AsyncExitStack() as stack:
             running = [await stack.enter_async_context(self._pool(case)) for case in self.cases]
             self.begun = time.monotonic()
             async with asyncio.TaskGroup() as group:
-                helpers = [group.create_task(self._look(interval, on_look))]
+                helpers = [group.create_task(self._measure(interval, note))]
                 tasks = []
                 for case, weights in running:
                     load, striker = self.loads[case.name], self.strikers[case.name]
@@ -101,7 +96,7 @@ class Soak:
                     if weights is not None:
                         helpers.append(group.create_task(self._update(case, weights)))
                     count = int(self.minutes * 60 / case.gap)
-                    faults = schedule(self.seed, count, case.gap, case.shares)
+                    faults = schedule(self.seed, count, case.gap, case.shares, BURST)
                     helpers.append(group.create_task(striker.run(faults)))
                 await asyncio.sleep(self.minutes * 60)
                 for load in self.loads.values():
@@ -112,35 +107,18 @@ class Soak:
 
     @contextlib.asynccontextmanager
     async def _pool(self, case: FaultCase) -> AsyncIterator[tuple[FaultCase, Any]]:
-        model, weights, update = "fake", None, None
-        arguments = case.arguments()
+        weights = update = None
+        more: dict[str, Any] = {}
         if not case.is_fake:
-            arguments["max_total_tokens"] = _CACHE_TOKENS
-            from sglrl.api.tiny_model import tiny_model
-
-            model = str(tiny_model())
-            weights = weights_of(model)
-        async with sglrl.launch(
-            model,
-            replicas=case.replicas,
-            restarts=10**9,
-            hang_timeout=case.hang_timeout,
-            **arguments,
-        ) as client:
+            weights = weights_of(case.model)
+            more["max_total_tokens"] = _CACHE_TOKENS
+        async with case.launch(**more) as client:
             if weights is not None:
 
                 async def update() -> None:
                     await client.update_weights(weights)
 
-            prompts, answers = await with_answers(case, client, self.seed)
-            load = Load(
-                client,
-                prompts,
-                answers,
-                in_flight=case.in_flight,
-                tolerance=case.tolerance,
-                pause=_PAUSE_SECONDS,
-            )
+            load = await case.load(client, self.seed, _PAUSE_SECONDS)
             self.clients[case.name] = client
             self.loads[case.name] = load
             self.strikers[case.name] = Striker(
@@ -180,10 +158,10 @@ class Soak:
                     await stream.aclose()
                     self.early["stream left"] += 1
 
-    async def _look(self, interval: float, on_look: Callable[[float], None]) -> None:
+    async def _measure(self, interval: float, note: Note) -> None:
         libc = ctypes.CDLL(None)
         while True:
-            # Memory that malloc keeps for later is no leak of the driver. Workers cannot trim it.
+            # Memory that malloc keeps for later is not a leak. Workers cannot trim it.
             libc.malloc_trim(0)
             minute = (time.monotonic() - self.begun) / 60
             for name, pid in self._processes():
@@ -191,15 +169,20 @@ class Soak:
                     process = psutil.Process(pid)
                     with process.oneshot():
                         memory = process.memory_info()
-                        look = Look(
+                        sample = Sample(
                             minute,
                             memory.rss / 1e6,
                             (memory.rss - memory.shared) / 1e6,
                             process.num_fds(),
                             process.num_threads(),
                         )
-                    self.looks.setdefault(name, []).append(look)
-            on_look(minute)
+                    self.samples.setdefault(name, []).append(sample)
+            driver = self.samples["driver"][-1]
+            calls = sum(load.outcomes.answered for load in self.loads.values())
+            note(
+                f"minute {minute:.1f} of {self.minutes:g}: {calls:,} calls, "
+                f"driver {driver.rss:.1f} MB, {driver.files} files"
+            )
             await asyncio.sleep(interval)
 
     def _processes(self) -> list[tuple[str, int]]:
@@ -217,26 +200,26 @@ class Soak:
     def rows(self, warm_up: float) -> dict[str, dict[str, Any]]:
         """Return figures of each process that lived from ``warm_up`` minutes until near the end."""
         found = {}
-        last = max(looks[-1].minute for looks in self.looks.values())
-        for name, looks in self.looks.items():
-            warm = [look for look in looks if look.minute >= warm_up]
+        last = max(samples[-1].minute for samples in self.samples.values())
+        for name, samples in self.samples.items():
+            warm = [sample for sample in samples if sample.minute >= warm_up]
             span = last - warm_up
             if len(warm) < 8 or warm[-1].minute - warm[0].minute < 0.8 * span:
                 continue
             quarter = len(warm) // 4
             begin, end = warm[:quarter], warm[-quarter:]
-            minutes = [look.minute for look in warm]
-            slope = np.polyfit(minutes, [look.rss for look in warm], 1)[0]
-            own = np.polyfit(minutes, [look.own for look in warm], 1)[0]
+            minutes = [sample.minute for sample in warm]
+            slope = np.polyfit(minutes, [sample.rss for sample in warm], 1)[0]
+            own = np.polyfit(minutes, [sample.own for sample in warm], 1)[0]
             found[name] = {
                 "rss_mb": [warm[0].rss, warm[-1].rss],
-                "highest_rss_mb": max(look.rss for look in warm),
+                "highest_rss_mb": max(sample.rss for sample in warm),
                 "mb_per_minute": float(slope),
                 # Pages of libraries do not count here: they are read when their code first runs.
                 "own_mb_per_minute": float(own),
                 # Take the minimum of a quarter: an update or a kill opens some for a moment.
-                "files": [min(look.files for look in part) for part in (begin, end)],
-                "threads": [min(look.threads for look in part) for part in (begin, end)],
+                "files": [min(sample.files for sample in part) for part in (begin, end)],
+                "threads": [min(sample.threads for sample in part) for part in (begin, end)],
             }
         return found
 
@@ -251,46 +234,48 @@ def growth(rows: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
+async def soak(note: Note, *, minutes: float, sglang: bool) -> dict[str, Any]:
+    """Run the pools, and return the figures of their processes."""
+    running = Soak(POOLS if sglang else POOLS[:1], minutes, 0)
+    await running.run(_INTERVAL_SECONDS, note)
+    warm_up = minutes / 5
+    rows = running.rows(warm_up)
+    outcomes = {name: load.outcomes for name, load in running.loads.items()}
+    return {
+        "minutes": minutes,
+        "warm_up": warm_up,
+        "processes": rows,
+        "grown": growth(rows),
+        "calls": msgspec.to_builtins(outcomes),
+        "flawless": all(outcome.flawless for outcome in outcomes.values()),
+        "faults": {name: len(striker.strikes) for name, striker in running.strikers.items()},
+        "weight_updates": running.updates,
+        "left_early": dict(running.early),
+        "samples": {name: running.samples[name] for name in rows},
+    }
+
+
 def main(
     minutes: Annotated[float, typer.Option(min=0.05, help="Length.")] = 20.0,
-    warm_up: Annotated[
-        float | None, typer.Option(help="Minutes that do not count; a fifth by default.")
-    ] = None,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 5.0,
     sglang: Annotated[
         bool, typer.Option(help="With a pool of real engines beside the fake.")
     ] = True,
-    seed: Annotated[int, typer.Option(help="Of prompts and kills.")] = 0,
-    json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
+    json: Json = None,
 ) -> None:
     """Measure memory, open files and threads of driver and workers over a long time."""
-    info = machine()
-    warm_up = minutes / 5 if warm_up is None else warm_up
-    soak = Soak(POOLS if sglang else POOLS[:1], minutes, seed)
-    errors = Console(stderr=True)
-    columns = (TextColumn("soak"), BarColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, TimeElapsedColumn(), console=errors) as progress:
-        task = progress.add_task("starting", total=minutes)
+    report = Report("soak", json)
+    plan = {"soak": partial(soak, minutes=minutes, sglang=sglang)}
+    found = report.measure(plan, limit=60 * minutes + 600).get("soak")
+    if found:
+        _print(report, found)
+    ok = found is not None and found["processes"] and found["flawless"] and not found["grown"]
+    report.finish(ok=bool(ok), **(found or {}))
 
-        told = 0
 
-        def show(minute: float) -> None:
-            nonlocal told
-            driver = soak.looks["driver"][-1]
-            calls = sum(load.books.answered for load in soak.loads.values())
-            text = f"{calls:,} calls, driver {driver.rss:.1f} MB, {driver.files} files"
-            progress.update(task, completed=minute, description=text)
-            if not errors.is_terminal and minute >= told:
-                errors.print(f"minute {told} of {minutes:g}: {text}", highlight=False)
-                told += 1
-
-        uvloop.run(soak.run(interval, show))
-
-    rows = soak.rows(warm_up)
-    grown = growth(rows)
-    console.print(describe(info))
-    table(
-        f"{minutes:g} minutes, the first {warm_up:g} not counted",
+def _print(report: Report, found: dict[str, Any]) -> None:
+    rows = found["processes"]
+    report.table(
+        f"{found['minutes']:g} minutes, the first {found['warm_up']:g} not counted",
         ("", "RSS MB first", "last", "highest", "MB/min", "of it own", "files", "threads"),
         [
             (
@@ -304,49 +289,22 @@ def main(
             for name, row in rows.items()
         ],
     )
-    books = {name: load.books for name, load in soak.loads.items()}
-    kills = {name: len(striker.strikes) for name, striker in soak.strikers.items()}
-    for name, book in books.items():
-        console.print(
-            f"{name}: {number(book.answered)} calls answered, {book.lost} lost, "
-            f"{book.duplicated} duplicated, {book.wrong} wrong; {kills[name]} faults",
-            markup=False,
+    for name, calls in found["calls"].items():
+        report.lines(
+            f"{name}: {number(calls['answered'])} calls answered, {calls['lost']} lost, "
+            f"{calls['duplicated']} duplicated, {calls['wrong']} wrong; "
+            f"{found['faults'][name]} faults",
+            *(f"  {count} x {text}" for text, count in calls["reasons"].items()),
         )
-        for text, count in book.reasons.items():
-            console.print(f"  {count} x {text}", markup=False)
-    left = ", ".join(f"{count} {how}" for how, count in soak.early.items())
-    console.print(f"weight updates: {soak.updates}; callers who left early: {left}", markup=False)
-    for text in grown:
-        console.print(text, markup=False)
+    left = ", ".join(f"{count} {how}" for how, count in found["left_early"].items())
+    report.lines(f"weight updates: {found['weight_updates']}; callers who left early: {left}")
+    report.lines(*found["grown"])
     driver = rows.get("driver", {}).get("mb_per_minute")
     workers = [row["mb_per_minute"] for name, row in rows.items() if "worker" in name]
-    targets = [
-        Target("driver, RSS MB/min", 0.1, driver, "", at_most=True),
-        Target("workers, RSS MB/min, worst", 0.1, max(workers, default=None), "", at_most=True),
-        Target("processes with more files or threads", 0, len(grown), "", at_most=True),
-    ]
-    print_targets(targets)
-    document = {
-        "bench": "soak",
-        "machine": info,
-        "minutes": minutes,
-        "warm_up": warm_up,
-        "processes": rows,
-        "grown": grown,
-        "calls": {
-            name: {
-                k: getattr(b, k) for k in ("submitted", "answered", "lost", "duplicated", "wrong")
-            }
-            for name, b in books.items()
-        },
-        "faults": kills,
-        "weight_updates": soak.updates,
-        "left_early": dict(soak.early),
-        "looks": {name: soak.looks[name] for name in rows},
-    }
-    write_json(json, document, targets)
-    if grown or not rows or not all(book.flawless for book in books.values()):
-        raise typer.Exit(1)
+    worst = max(workers, default=None)
+    report.target("driver, RSS MB/min", 0.1, driver, at_most=True)
+    report.target("workers, RSS MB/min, worst", 0.1, worst, at_most=True)
+    report.target("processes with more files or threads", 0, len(found["grown"]), at_most=True)
 
 
 if __name__ == "__main__":

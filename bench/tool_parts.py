@@ -6,15 +6,17 @@ A fake engine repeats its prompt, so a question that contains a call makes each 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import uvloop
+import sglrl
 
-from .parts import Note, serve_part
+from .load import Window, rate_summary
+from .parts import Note
 from .payload import TOKENS
-from .rollout_parts import Cost, Tool, cost_of, summary
+from .rollout_parts import Tool, cost_of
 
 WAYS = {
     "ids": "token ids",
@@ -27,44 +29,53 @@ results of calls that a renderer parses and ``run_tools`` runs."""
 _CALL = '<tool_call>\n{"name": "look_up", "arguments": {"turn": 1}}\n</tool_call>'
 _QUESTION = f"{_CALL} {'and some other words ' * 8}"
 _RESULT = "the result of a tool"
-TOKENS_OF_QWEN3 = "<think> </think> <tool_call> </tool_call> <tool_response> </tool_response>"
+_TOKENS_OF_QWEN3 = "<think> </think> <tool_call> </tool_call> <tool_response> </tool_response>"
 
 
-def _agents(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """Run agents of ``options["turns"]`` turns, all at the same time, in each of ``WAYS``."""
-    return uvloop.run(_agents_main(options, note))
-
-
-async def _agents_main(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    import sglrl
+@asynccontextmanager
+async def pool_with_tokenizer(
+    **arguments: Any,
+) -> AsyncIterator[tuple[sglrl.Client, Any]]:
+    """Run fake engines with a small tokenizer, which has the tokens that Qwen3's calls need."""
     from sglrl.api.tiny_model import make_tokenizer
 
-    count, found = options["agents"], {}
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_tokenizer(Path(folder), 512)
-        tokenizer.add_tokens(TOKENS_OF_QWEN3.split())
+        tokenizer.add_tokens(_TOKENS_OF_QWEN3.split())
         tokenizer.save_pretrained(folder)
-        result = tokenizer.encode(_RESULT)
-        note("starting workers")
         async with sglrl.launch(
-            folder, engine="fake", replicas=options["replicas"], vocab_size=len(tokenizer)
+            folder, engine="fake", vocab_size=len(tokenizer), **arguments
         ) as client:
-            for way in WAYS:
-                await _measured(client, way, min(count, 200), options, result)
-                costs = []
-                for repetition in range(options["repeats"]):
-                    note(f"{WAYS[way]}: repetition {repetition + 1} of {options['repeats']}")
-                    costs.append(await _measured(client, way, count, options, result))
-                found[way] = summary(costs)
-    return found
+            yield client, tokenizer
+
+
+async def agents(
+    note: Note, *, agents: int, turns: int, tool: Sequence[float], replicas: int, repeats: int
+) -> dict[str, Any]:
+    """Run agents of ``turns`` turns, all at the same time, in each of ``WAYS``."""
+    costs = {}
+    note("starting workers")
+    async with pool_with_tokenizer(replicas=replicas) as (client, tokenizer):
+        result = tokenizer.encode(_RESULT)
+        for way in WAYS:
+            await _measured(client, way, min(agents, 200), turns, tool, result)
+            windows = []
+            for repetition in range(repeats):
+                note(f"{WAYS[way]}: repetition {repetition + 1} of {repeats}")
+                windows.append(await _measured(client, way, agents, turns, tool, result))
+            costs[way] = rate_summary(windows)
+    return costs
 
 
 async def _measured(
-    client: Any, way: str, agents: int, options: Mapping[str, Any], result: list[int]
-) -> Cost:
-    import sglrl
-
-    turns, tool = options["turns"], Tool(options["tool"])
+    client: sglrl.Client,
+    way: str,
+    agents: int,
+    turns: int,
+    seconds: Sequence[float],
+    result: list[int],
+) -> Window:
+    tool = Tool(seconds)
 
     async def agent(session: sglrl.Session, item: Mapping[str, Any]) -> float:
         calls = 0
@@ -107,7 +118,3 @@ async def _measured(
 
     async with run:
         return await cost_of(agents * turns, all_of_it())
-
-
-if __name__ == "__main__":
-    serve_part({"agents": _agents})

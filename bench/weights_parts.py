@@ -12,27 +12,76 @@ import http.client
 import json
 import os
 import random
-import socket
 import statistics
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from . import sglang_http
-from .parts import ROOT, Note, serve_part
-from .weight_cases import WeightCase
+from .cases import Case
+from .parts import ROOT, Note
+from .sglang_server import free_port, sglang_server
 
 BUCKET = 256 << 20
+PHASES = ("prepare", "broadcast", "stage", "commit")
+MODES = {
+    "decoding": ("full", True),
+    "idle": ("full", False),
+    "paused": ("bucketed", True),
+    "kept": ("full", True),
+}
+"""For each row: the mode of ``update_weights``, and whether the engines decode meanwhile."""
 
 
-def _case(options: Mapping[str, Any]) -> WeightCase:
-    return WeightCase(*options["case"])
+class WeightCase(NamedTuple):
+    """A model, and the load that decodes while its weights are updated.
+
+    Attributes:
+        model: as in ``cases``.
+        static: share of a GPU's memory for weights and KV cache. The rest has to hold a second
+            copy of the weights.
+        prompt: prompt tokens of each request.
+        new: tokens that each request generates.
+        in_flight: requests in flight at one worker.
+        target_ms: milliseconds allowed for an update end to end, while decoding.
+        paused_target_ms: milliseconds allowed with the engine paused.
+    """
+
+    name: str
+    model: str
+    device: str
+    static: float
+    prompt: int
+    new: int
+    in_flight: int
+    updates: int
+    target_ms: float | None = None
+    paused_target_ms: float | None = None
+
+    @property
+    def engine(self) -> Case:
+        """The model with SGLang's arguments for every system."""
+        on_gpu = self.device == "cuda"
+        dtype, vocab = ("bfloat16", 151_936) if on_gpu else ("float32", 512)
+        extra = {"mem_fraction_static": self.static} if on_gpu else {}
+        load = (self.prompt, self.new, self.in_flight, 0, 0, 1)
+        return Case(self.name, self.model, self.device, dtype, vocab, *load, extra)
+
+
+CASES = {
+    case.name: case
+    for case in (
+        WeightCase("tiny-cpu", "tiny", "cpu", 0.0, 32, 512, 16, 10),
+        WeightCase("0.6b", "qwen3-0.6b", "cuda", 0.5, 128, 2048, 96, 10, 12),
+        WeightCase("8b", "qwen3-8b", "cuda", 0.5, 128, 2048, 96, 10, 60, 50),
+        WeightCase("32b", "qwen3-32b", "cuda", 0.5, 64, 256, 96, 5, 240),
+    )
+}
 
 
 def _tensors(specs: Mapping[str, Any], device: str) -> dict[str, torch.Tensor]:
@@ -51,40 +100,29 @@ def _synchronize(device: str) -> None:
 # --- ours -----------------------------------------------------------------------------------------
 
 
-def _sglrl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    import uvloop
-
-    return uvloop.run(_measure_sglrl(options, note))
-
-
-async def _measure_sglrl(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    modes = [name for name in options["modes"] if name != "kept"]
-    result = await _measure_pool({**options, "modes": modes}, None, note)
-    if "kept" in options["modes"]:
-        kept = await _measure_pool({**options, "modes": ["kept"]}, "auto", note)
+async def sglrl(
+    note: Note, *, case: WeightCase, replicas: int, tp_size: int, modes: Sequence[str]
+) -> dict[str, Any]:
+    """Measure each of ``modes``. The mode "kept" needs a pool of its own."""
+    pool = {"replicas": replicas, "tp_size": tp_size}
+    most = [name for name in modes if name != "kept"]
+    result = await _measure_pool(note, case, most, keep_weights=None, **pool)
+    if "kept" in modes:
+        kept = await _measure_pool(note, case, ["kept"], keep_weights="auto", **pool)
         result["modes"] |= kept["modes"]
     return result
 
 
 async def _measure_pool(
-    options: Mapping[str, Any], keep_weights: Any, note: Note
+    note: Note, case: WeightCase, modes: Sequence[str], *, replicas: int, **pool: Any
 ) -> dict[str, Any]:
-    """Measure with one pool. ``keep_weights`` is the argument of ``launch``."""
-    import sglrl
-
-    case = _case(options)
-    gpus = {"gpus": options["gpus"]} if case.device == "cuda" else {}
-    device = "cuda:0" if case.device == "cuda" else "cpu"
+    """Measure with one pool. ``pool`` are arguments of ``launch``."""
+    device = "cpu"
+    if case.device == "cuda":
+        device = "cuda:0"
+        pool["gpus"] = list(range(1, 1 + replicas * pool["tp_size"]))
     note("starting")
-    client = sglrl.launch(
-        case.folder,
-        device=case.device,
-        replicas=options["replicas"],
-        tp_size=options["tp_size"],
-        keep_weights=keep_weights,
-        **gpus,
-        **case.arguments(),
-    )
+    client = case.engine.launch(replicas=replicas, **pool)
     result: dict[str, Any] = {"modes": {}}
     async with client:
         begun = time.perf_counter()
@@ -97,16 +135,10 @@ async def _measure_pool(
         result["join_ms"] = await client.connect_weights(device=device)
         first = await client.update_weights(weights)
         result["first_ms"] = first.total_ms
-        for name, mode, load in (
-            ("decoding", "full", True),
-            ("idle", "full", False),
-            ("paused", "bucketed", True),
-            ("kept", "full", True),
-        ):
-            if name not in options["modes"]:
-                continue
+        for name in modes:
+            mode, load = MODES[name]
             note(f"{name}: warming up")
-            async with _decoding(client, case, options["replicas"] if load else 0) as steps:
+            async with _decoding(client, case, replicas if load else 0) as steps:
                 await client.update_weights(weights, mode=mode)
                 reports, returned = [], []
                 for _ in range(case.updates):
@@ -202,24 +234,17 @@ def _timeline(steps: list[float], begun: float, ended: float, report: Any) -> di
 # --- the lower limit ------------------------------------------------------------------------------
 
 
-def _bare(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """Broadcast the same bytes between processes that do nothing else."""
-    case = _case(options)
-    receivers = options["receivers"]
-    total = options["bytes"]
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
+def bare(note: Note, *, case: WeightCase, receivers: int, size: int) -> dict[str, Any]:
+    """Broadcast ``size`` bytes between processes that do nothing else."""
+    port = free_port()
+    given = (case.device, str(receivers + 1), str(port), str(size), str(case.updates))
     children = [
-        subprocess.Popen(
-            [sys.executable, "-m", "bench.weights_parts", "receive", case.device, str(rank),
-             str(receivers + 1), str(port), str(total), str(case.updates)],
-            cwd=ROOT,
-        )
+        subprocess.Popen([sys.executable, "-m", "bench.weights_parts", str(rank), *given], cwd=ROOT)
         for rank in range(1, receivers + 1)
-    ]  # fmt: skip
+    ]
     note("broadcasting")
     try:
-        times = _broadcast(case.device, 0, receivers + 1, port, total, case.updates)
+        times = _broadcast(0, case.device, receivers + 1, port, size, case.updates)
     finally:
         for child in children:
             try:
@@ -229,7 +254,7 @@ def _bare(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
     return {"total_ms": statistics.median(times), "all_total_ms": times}
 
 
-def _broadcast(device: str, rank: int, size: int, port: int, total: int, count: int) -> list[float]:
+def _broadcast(rank: int, device: str, size: int, port: int, total: int, count: int) -> list[float]:
     if device == "cuda":
         torch.cuda.set_device(rank)
     backend = "nccl" if device == "cuda" else "gloo"
@@ -260,23 +285,15 @@ Ask = Callable[..., None]
 
 
 def _sglang_arguments(case: WeightCase) -> dict[str, Any]:
-    return {
-        "model_path": case.folder,
-        "device": case.device,
-        "dtype": case.engine_case.dtype,
-        "skip_tokenizer_init": True,
-        "base_gpu_id": 1,
-        "log_level": "error",
-        **case.arguments(),
-    }
+    return case.engine.server_arguments(skip_tokenizer_init=True, base_gpu_id=1, log_level="error")
 
 
-def _sglang_engine(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """Measure SGLang's own way, called through ``sglang.Engine`` in this process."""
+def sglang_engine(note: Note, *, case: WeightCase, **given: Any) -> dict[str, Any]:
+    """Measure SGLang's own ways, called through ``sglang.Engine`` in this process."""
     import sglang
 
     note("starting")
-    engine = sglang.Engine(**_sglang_arguments(_case(options)))
+    engine = sglang.Engine(**_sglang_arguments(case))
 
     def ask(endpoint: str, **fields: Any) -> None:
         done, why = getattr(engine, endpoint)(**fields)
@@ -284,15 +301,15 @@ def _sglang_engine(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
             raise RuntimeError(f"{endpoint}: {why}")
 
     try:
-        return _sglang_ways(options, note, ask)
+        return _sglang_ways(note, ask, case.device, **given)
     finally:
         engine.shutdown()
 
 
-def _sglang_http(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
-    """Measure SGLang's own way, called over one persistent connection to its HTTP server."""
+def sglang_http(note: Note, *, case: WeightCase, **given: Any) -> dict[str, Any]:
+    """Measure SGLang's own ways, called over one persistent connection to its HTTP server."""
     note("starting")
-    with sglang_http.serve(_sglang_arguments(_case(options))) as port:
+    with sglang_server(_sglang_arguments(case)) as port:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
 
         def ask(endpoint: str, **fields: Any) -> None:
@@ -304,10 +321,12 @@ def _sglang_http(options: Mapping[str, Any], note: Note) -> dict[str, Any]:
                 raise RuntimeError(f"{endpoint}: HTTP {answer.status}: {said[:300]!r}")
 
         with contextlib.closing(connection):
-            return _sglang_ways(options, note, ask)
+            return _sglang_ways(note, ask, case.device, **given)
 
 
-def _sglang_ways(options: Mapping[str, Any], note: Note, ask: Ask) -> dict[str, Any]:
+def _sglang_ways(
+    note: Note, ask: Ask, device: str, *, ways: Sequence[str], metadata: Mapping[str, Any]
+) -> dict[str, Any]:
     """Measure ``update_weights_from_distributed`` while generation is stopped.
 
     The ways are: all names in one request, flattened buckets, and one request for each parameter.
@@ -316,10 +335,9 @@ def _sglang_ways(options: Mapping[str, Any], note: Note, ask: Ask) -> dict[str, 
     from sglang.srt.utils import init_custom_process_group
 
     result: dict[str, Any] = {}
-    device = _case(options).device
     backend = "nccl" if device == "cuda" else "gloo"
-    weights = list(_tensors(options["metadata"], device).items())
-    port = sglang_http.free_port()
+    weights = list(_tensors(metadata, device).items())
+    port = free_port()
     joined: list[Any] = []
 
     def join() -> None:
@@ -373,20 +391,20 @@ def _sglang_ways(options: Mapping[str, Any], note: Note, ask: Ask) -> dict[str, 
         )
         sender.join()
 
-    ways: dict[str, Callable[[], None]] = {
+    updates: dict[str, Callable[[], None]] = {
         "one request": lambda: update(weights, None),
         "flattened 512 MB": lambda: [  # type: ignore[func-returns-value]
             update(part, "flattened_bucket") for part in _parts(weights, 512 << 20)
         ],
         "per parameter": lambda: [update([pair], None) for pair in weights],  # type: ignore[func-returns-value]
     }
-    for name in options["ways"]:
+    for name in ways:
         note(name)
         times = []
         count = 2 if name == "per parameter" else 4
         for _ in range(count + 1):
             begun = time.perf_counter()
-            ways[name]()
+            updates[name]()
             times.append((time.perf_counter() - begun) * 1e3)
         result[name] = {"total_ms": statistics.median(times[1:]), "all_total_ms": times[1:]}
     return result
@@ -408,9 +426,7 @@ def _parts(
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "receive":
-        _, _, device, rank, size, port, total, count = sys.argv
-        _broadcast(device, int(rank), int(size), int(port), int(total), int(count))
-        sys.stdout.flush()
-        os._exit(0)
-    serve_part({"sglrl": _sglrl, "bare": _bare, "engine": _sglang_engine, "http": _sglang_http})
+    rank, device, *numbers = sys.argv[1:]
+    _broadcast(int(rank), device, *map(int, numbers))
+    sys.stdout.flush()
+    os._exit(0)

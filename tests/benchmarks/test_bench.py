@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from bench import features_parts
+from bench import features
 from bench.genlm_parts import measure
 
 ROOT = Path(__file__).parents[2]
@@ -97,4 +97,4 @@ def test_the_memory_of_the_visible_gpu_is_measured(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert features_parts._used("cuda") == 17
+    assert features._used("cuda") == 17

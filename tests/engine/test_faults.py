@@ -11,7 +11,7 @@ import pytest
 
 from bench.fault_cases import CASES
 from bench.fault_schedule import DROP, KILL, SLOW, UPDATE
-from bench.faults_parts import measure
+from bench.faults import measure
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -24,7 +24,7 @@ async def test_no_call_is_lost_duplicated_or_wrong_during_updates(qwen: Path) ->
         in_flight=4,
         shares={KILL: 1, UPDATE: 2, DROP: 1, SLOW: 1},
     )
-    found = await measure(case, str(qwen), 8, lambda text: None)
+    found = await measure(lambda text: None, case=case, model=str(qwen), seed=8)
     assert found["flawless"], (found["reasons"], found["troubles"])
     assert sum(found["faults"].values()) == 6
     assert set(found["faults"]) == set(case.shares)

@@ -1,0 +1,29 @@
+"""Pools of fake engines, with the vocabulary of the payload."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sglrl
+from sglrl.wire.engine import EngineInfo
+
+from .payload import VOCAB
+
+SIMULATED_ENGINE = EngineInfo(
+    model="fake",
+    architecture="FakeEngine",
+    dtype="float32",
+    device="cpu",
+    vocab_size=VOCAB,
+    context_length=32_768,
+    max_prompt_tokens=32_767,
+    max_total_tokens=32_768,
+    eos_token_ids=[],
+    kv_cache_tokens=1 << 20,
+)
+"""Describes an engine that a bench simulates without a worker process."""
+
+
+def fake_pool(**arguments: Any) -> sglrl.Client:
+    """Return a pool of fake engines. The arguments are those of ``launch``."""
+    return sglrl.launch("fake", engine="fake", vocab_size=VOCAB, **arguments)
