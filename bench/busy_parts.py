@@ -114,8 +114,8 @@ async def busy(
                     return [(await run.take())[0] for _ in range(n)]
 
                 # The first agents to end are quick ones. Wait until slow ones have ended too.
-                found = await measured(take, count, max(count // 4, 3 * run.concurrency))
-                return found | {"concurrency": run.concurrency}
+                figures = await measured(take, count, max(count // 4, 3 * run.concurrency))
+                return figures | {"concurrency": run.concurrency}
 
         async def in_batches(size: int, count: int) -> dict[str, float]:
             endless = items()
@@ -127,8 +127,8 @@ async def busy(
                     groups += [group async for group in run]
                 return groups
 
-            found = await measured(take, count // size * size or size, size)
-            return found | {"concurrency": size}
+            figures = await measured(take, count // size * size or size, size)
+            return figures | {"concurrency": size}
 
         runs = {"as it adapts": refilled(None, agents)}
         for n in fixed:

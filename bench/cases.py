@@ -98,12 +98,12 @@ class Case(NamedTuple):
     @property
     def arguments(self) -> dict[str, Any]:
         """SGLang's ``ServerArgs`` for every system, without model, device, dtype and tokenizer."""
-        found: dict[str, Any] = {"random_seed": 1}
+        arguments: dict[str, Any] = {"random_seed": 1}
         if self.on_gpu:
             # Capture a CUDA graph for the case's own batch size, so that full batches decode in
             # one.
-            found |= gpu_arguments(cuda_graph_max_bs_decode=self.in_flight)
-        return {**found, **self.extra}
+            arguments |= gpu_arguments(cuda_graph_max_bs_decode=self.in_flight)
+        return {**arguments, **self.extra}
 
     @property
     def folder(self) -> str:

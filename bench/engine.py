@@ -64,8 +64,8 @@ def main(
             _TITLES[name]: partial(_SYSTEMS[name][1], case=one, folder=folder)
             for name in system or _SYSTEMS
         }
-        found = report.measure(plan, env=one.environment, of=f"{one.name}: ")
-        systems = {name: found[title] for name, title in _TITLES.items() if title in found}
+        results = report.measure(plan, env=one.environment, of=f"{one.name}: ")
+        systems = {name: results[title] for name, title in _TITLES.items() if title in results}
         _print(report, one, systems)
         _compare(report, one, systems)
         measured[one.name] = {**one._asdict(), "arguments": one.arguments, "systems": systems}
@@ -82,8 +82,8 @@ def _argument(text: str) -> tuple[str, Any]:
         raise typer.BadParameter(f"{text!r} is not NAME=JSON: {error}") from None
 
 
-def _print(report: Report, case: Case, found: dict[str, dict[str, Any]]) -> None:
-    bare = _speed(found, "bare")
+def _print(report: Report, case: Case, systems: dict[str, dict[str, Any]]) -> None:
+    bare = _speed(systems, "bare")
     report.table(
         f"{case.name}: {case.prompt} in, {case.new} out, {case.in_flight:,} in flight, "
         f"{case.requests:,} requests, logprobs"
@@ -109,24 +109,24 @@ def _print(report: Report, case: Case, found: dict[str, dict[str, Any]]) -> None
                 result["cpu_us_per_token"],
                 result["start_s"],
             )
-            for name, result in found.items()
+            for name, result in systems.items()
         ],
     )
 
 
-def _compare(report: Report, case: Case, found: dict[str, dict[str, Any]]) -> None:
+def _compare(report: Report, case: Case, systems: dict[str, dict[str, Any]]) -> None:
     if case.samples > 1:
         return
-    ours = _speed(found, "sglrl")
-    report.target(f"{case.name}: of the bare loop", 0.97, ratio(ours, _speed(found, "bare")))
+    ours = _speed(systems, "sglrl")
+    report.target(f"{case.name}: of the bare loop", 0.97, ratio(ours, _speed(systems, "bare")))
     if case.name == "0.6b":
         for peer in ("engine", "http"):
-            times = ratio(ours, _speed(found, peer))
+            times = ratio(ours, _speed(systems, peer))
             report.target(f"{case.name}: times {_TITLES[peer]}", 1.3, times)
 
 
-def _speed(found: dict[str, dict[str, Any]], name: str) -> float | None:
-    return found.get(name, {}).get("tokens_per_s")
+def _speed(systems: dict[str, dict[str, Any]], name: str) -> float | None:
+    return systems.get(name, {}).get("tokens_per_s")
 
 
 if __name__ == "__main__":

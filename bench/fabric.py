@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from . import fabric_parts, fabric_peers
-from .load import Load
+from .load import LoadPlan
 from .parts import Part
 from .report import Json, Report, ratio
 
@@ -41,7 +41,7 @@ def main(
     """Measure latency, rate and cost of a call: our fabric, an HTTP echo and other actors."""
     report = Report("fabric", json)
     seconds, repeats = (0.1, 1) if quick else (1.0, 5)
-    load = Load(seconds, repeats, _LEVELS)
+    load = LoadPlan(seconds, repeats, _LEVELS)
     plan: dict[str, Part] = {
         f"sglrl {transport}": partial(
             fabric_parts.sglrl,
@@ -107,11 +107,11 @@ def _print(report: Report, results: dict[str, Any]) -> None:
         [
             (
                 name,
-                *(found[str(level)]["rate"] for level in _LEVELS[1:]),
-                found["512"]["loop_us"],
-                found["512"]["driver_us"],
+                *(figures[str(level)]["rate"] for level in _LEVELS[1:]),
+                figures["512"]["loop_us"],
+                figures["512"]["driver_us"],
             )
-            for name, found in rates.items()
+            for name, figures in rates.items()
             if name.startswith("in memory")
         ],
     )

@@ -18,7 +18,7 @@ import psutil
 
 from .fabric_peers import measure_actor
 from .fake_pool import SIMULATED_ENGINE, fake_pool
-from .load import Load, closed_loop, cpu_seconds, latency_and_rates, rate_summary
+from .load import LoadPlan, closed_loop, cpu_seconds, latency_and_rates, rate_summary
 from .parts import ROOT, Note
 from .payload import LOGPROBS, TOKENS, Prompts
 
@@ -26,7 +26,7 @@ from .payload import LOGPROBS, TOKENS, Prompts
 
 
 async def sglrl(
-    note: Note, *, replicas: int, address: str, load: Load, idle_seconds: float
+    note: Note, *, replicas: int, address: str, load: LoadPlan, idle_seconds: float
 ) -> dict[str, Any]:
     """Measure the whole client path to fake engines in worker processes."""
     prompts = Prompts()
@@ -64,7 +64,7 @@ async def _idle_cpu(pids: list[int], seconds: float) -> float:
     return max((b - a) / elapsed for a, b in zip(before, after, strict=True))
 
 
-async def actor(note: Note, *, load: Load) -> dict[str, Any]:
+async def actor(note: Note, *, load: LoadPlan) -> dict[str, Any]:
     """Measure an actor that echoes, as the actors of the peers do."""
     import sglrl
 
@@ -80,7 +80,7 @@ async def actor(note: Note, *, load: Load) -> dict[str, Any]:
         return await measure_actor(echo.generate, load, note)
 
 
-async def transport(note: Note, *, load: Load) -> dict[str, Any]:
+async def transport(note: Note, *, load: LoadPlan) -> dict[str, Any]:
     """Send equal bytes over our sockets, one message a call, without codec, checks or routing."""
     from sglrl.transport.zmq import ZmqRouter
 
@@ -265,7 +265,7 @@ class _MemoryPool:
 
 
 async def memory(
-    note: Note, *, workers: int, routing: tuple[str, ...], load: Load
+    note: Note, *, workers: int, routing: tuple[str, ...], load: LoadPlan
 ) -> dict[str, Any]:
     """Measure client and driver with ``workers`` echoes in the same process and event loop."""
     from sglrl.client.client import Client

@@ -7,12 +7,12 @@ from typing import Any
 
 import uvloop
 
-from .load import Load, latency_and_rates
+from .load import LoadPlan, latency_and_rates
 from .parts import Note
 from .payload import LOGPROBS, TOKENS, Prompts
 
 
-async def http(note: Note, *, load: Load) -> dict[str, Any]:
+async def http(note: Note, *, load: LoadPlan) -> dict[str, Any]:
     from .http_peer import PARSER, echo_server, http_client
 
     prompts = Prompts()
@@ -22,8 +22,8 @@ async def http(note: Note, *, load: Load) -> dict[str, Any]:
             first = await ask(prompts[0])
             assert first.output_ids == prompts[0]
             assert first.logprobs == LOGPROBS
-            found = await latency_and_rates(lambda i: ask(prompts[i]), load, note)
-    return found | {"parser": PARSER}
+            result = await latency_and_rates(lambda i: ask(prompts[i]), load, note)
+    return result | {"parser": PARSER}
 
 
 class _Echo:
@@ -35,7 +35,7 @@ class _Echo:
         return input_ids, LOGPROBS
 
 
-def ray(note: Note, *, load: Load) -> dict[str, Any]:
+def ray(note: Note, *, load: LoadPlan) -> dict[str, Any]:
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     import ray
 
@@ -55,7 +55,7 @@ def ray(note: Note, *, load: Load) -> dict[str, Any]:
         ray.shutdown()
 
 
-def monarch(note: Note, *, load: Load) -> dict[str, Any]:
+def monarch(note: Note, *, load: LoadPlan) -> dict[str, Any]:
     from monarch.actor import shutdown_context
 
     try:
@@ -64,7 +64,7 @@ def monarch(note: Note, *, load: Load) -> dict[str, Any]:
         shutdown_context().get()
 
 
-async def _monarch(load: Load, note: Note) -> dict[str, Any]:
+async def _monarch(load: LoadPlan, note: Note) -> dict[str, Any]:
     from monarch.actor import Actor, endpoint, this_host
 
     class Echo(Actor):
@@ -75,7 +75,7 @@ async def _monarch(load: Load, note: Note) -> dict[str, Any]:
     return await measure_actor(processes.spawn("echo", Echo).generate.call_one, load, note)
 
 
-async def measure_actor(generate: Any, load: Load, note: Note) -> dict[str, Any]:
+async def measure_actor(generate: Any, load: LoadPlan, note: Note) -> dict[str, Any]:
     """Measure a remote method that returns its first argument and ``LOGPROBS``."""
     prompts = Prompts()
     assert await generate(prompts[0], TOKENS, True) == (prompts[0], LOGPROBS)

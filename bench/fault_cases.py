@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -85,6 +87,19 @@ class FaultCase(NamedTuple):
         given = {"replicas": self.replicas, "hang_timeout": self.hang_timeout, **engine, **more}
         return sglrl.launch(model or self.model, restarts=10**9, **given)
 
+    def update_of(
+        self, client: sglrl.Client, model: str | None = None, timeout: float | None = None
+    ) -> Callable[[], Awaitable[Any]] | None:
+        """Return what updates to the weights that the workers have; None if no fault needs it."""
+        if not self.shares.get(UPDATE):
+            return None
+        from safetensors.torch import load_file
+
+        weights: dict[str, Any] = {}
+        for file in Path(model or self.model).glob("*.safetensors"):
+            weights |= load_file(file)
+        return partial(client.update_weights, weights, timeout=timeout)
+
     async def load(self, client: sglrl.Client, seed: int, pause: float = 0.0) -> Load:
         """Return callers whose prompts have one right answer each: a pool's without faults."""
         prompts = self.prompts(seed)
@@ -108,13 +123,6 @@ def _by_formula(prompt: Prompt) -> Answer:
     count = prompt.options["max_new_tokens"]
     logprobs = (-(np.arange(count, dtype=np.float32) + 1) / 1024).astype("<f4")
     return Answer(np.resize(np.array(prompt.ids, dtype=np.int32), count), logprobs, "length")
-
-
-def weights_of(model: str) -> dict[str, Any]:
-    """Return the weights that the workers already have, so that an update changes no answer."""
-    from safetensors.torch import load_file
-
-    return {k: v for file in Path(model).glob("*.safetensors") for k, v in load_file(file).items()}
 
 
 CASES = {

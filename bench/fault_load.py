@@ -328,11 +328,11 @@ class Load:
             "finish reason": made.finish_reason != answer.finish,
             "versions": starts != [0, *ends[:-1]] or ends[-1] != count,
         }
-        found = [name for name, is_wrong in faults.items() if is_wrong]
-        if found:
+        wrong = [name for name, is_wrong in faults.items() if is_wrong]
+        if wrong:
             outcomes.wrong += 1
             outcomes.add_example(
-                f"wrong {', '.join(found)}: {len(ids)} tokens of {count} after {len(prompt.ids)}, "
+                f"wrong {', '.join(wrong)}: {len(ids)} tokens of {count} after {len(prompt.ids)}, "
                 f"resumed at {made.resumed_at}, {len(pieces)} pieces"
             )
 

@@ -23,6 +23,8 @@ import sglrl
 from .fault_load import Load, Strike
 from .fault_schedule import DROP, FATAL, HANG, KILL, SLOW, STANDING, STOP, UPDATE, Fault
 
+Update = Callable[[], Awaitable[Any]]
+"""Make one weight update."""
 _POLL = 0.004
 """Seconds between checks of the workers' states. This is the error of the time to full strength."""
 _PATIENCE = 60.0
@@ -58,7 +60,7 @@ class Striker:
         *,
         spare: int = 1,
         among: Container[int] | None = None,
-        update: Callable[[], Awaitable[Any]] | None = None,
+        update: Update | None = None,
     ) -> None:
         self.client = client
         self.load = load
@@ -121,11 +123,11 @@ class Striker:
                     if (self.among is None or w.id in self.among) and self.load.may_strike(w.id)
                 ]
                 if targets and len(free) > self.spare:
-                    found = targets[drawn % len(targets)]
+                    target = targets[drawn % len(targets)]
                     with contextlib.suppress(ProcessLookupError):
-                        handle = os.pidfd_open(found.pid)
-                        self._disturbed.add(found.id)
-                        return found, handle
+                        handle = os.pidfd_open(target.pid)
+                        self._disturbed.add(target.id)
+                        return target, handle
                 await asyncio.sleep(_POLL)
 
     async def _strike(self, fault: Fault, worker: sglrl.WorkerInfo, handle: int) -> None:

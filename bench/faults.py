@@ -21,9 +21,9 @@ import typer
 
 import sglrl
 
-from .fault_cases import CASES, FaultCase, weights_of
+from .fault_cases import CASES, FaultCase
 from .fault_load import Load, Strike
-from .fault_schedule import BURST, FATAL, KILL, UPDATE, schedule
+from .fault_schedule import BURST, FATAL, KILL, schedule
 from .fault_strikes import Striker
 from .parts import Note
 from .report import Json, Report
@@ -55,7 +55,7 @@ def main(
         if one.name in results:
             _print(report, one, results[one.name])
     report.finish(
-        ok=all(found["flawless"] for found in results.values()),
+        ok=all(result["flawless"] for result in results.values()),
         seed=seed,
         cases={c.name: c._asdict() | {"result": results.get(c.name)} for c in cases},
     )
@@ -64,7 +64,7 @@ def main(
 def print_outcomes(
     report: Report,
     title: str,
-    found: Mapping[str, Any],
+    result: Mapping[str, Any],
     faults: int | None,
     more: Mapping[str, str] | None = None,
 ) -> None:
@@ -75,38 +75,40 @@ def print_outcomes(
         faults: number of faults that should have happened; None without this target.
         more: further rows.
     """
-    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(found["faults"].items()))
-    right = found["answered"] - found["duplicated"] - found["wrong"]
+    kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(result["faults"].items()))
+    right = result["answered"] - result["duplicated"] - result["wrong"]
     report.table(
-        f"{title}, {found['seconds']:.0f} s, faults: {kinds}",
+        f"{title}, {result['seconds']:.0f} s, faults: {kinds}",
         ("", ""),
         [
-            ("calls submitted", found["submitted"]),
+            ("calls submitted", result["submitted"]),
             ("  answered exactly once, as without faults", right),
-            *((f"  {what}", found[what]) for what in ("lost", "duplicated", "wrong")),
-            ("calls that another worker went on with", found["resumed"]),
-            ("tokens generated", found["tokens"]),
-            ("tokens computed again (prefill)", found["recomputed"]),
+            *((f"  {what}", result[what]) for what in ("lost", "duplicated", "wrong")),
+            ("calls that another worker went on with", result["resumed"]),
+            ("tokens generated", result["tokens"]),
+            ("tokens computed again (prefill)", result["recomputed"]),
             *(more or {}).items(),
         ],
     )
-    report.lines(*(f"{count} x {text}" for text, count in found["reasons"].items()))
-    report.lines(*found["troubles"])
+    report.lines(*(f"{count} x {text}" for text, count in result["reasons"].items()))
+    report.lines(*result["troubles"])
     name, colon, _ = title.partition(":")
     name = f"{name}: " if colon else ""
     if faults is not None:
-        report.target(f"{name}faults", faults, sum(found["faults"].values()))
+        report.target(f"{name}faults", faults, sum(result["faults"].values()))
     for what in ("lost", "duplicated", "wrong"):
-        report.target(f"{name}calls {what}", 0, found[what], at_most=True)
+        report.target(f"{name}calls {what}", 0, result[what], at_most=True)
 
 
-def _print(report: Report, case: FaultCase, found: dict[str, Any]) -> None:
-    refused: dict[str, int] = found["updates_refused"]
-    more = {"prompts / left out: no one right answer": f"{found['prompts']} / {found['left_out']}"}
-    if found["updates"] or refused:
-        more["weight updates done / given up"] = f"{found['updates']} / {sum(refused.values())}"
+def _print(report: Report, case: FaultCase, result: dict[str, Any]) -> None:
+    refused: dict[str, int] = result["updates_refused"]
+    more = {
+        "prompts / left out: no one right answer": f"{result['prompts']} / {result['left_out']}"
+    }
+    if result["updates"] or refused:
+        more["weight updates done / given up"] = f"{result['updates']} / {sum(refused.values())}"
     title = f"{case.name}: {case.replicas} workers, {case.in_flight} callers"
-    print_outcomes(report, title, found, case.faults, more)
+    print_outcomes(report, title, result, case.faults, more)
     report.lines(*(f"{count} x {text}" for text, count in refused.items()))
     report.table(
         "milliseconds from the fault until",
@@ -118,7 +120,7 @@ def _print(report: Report, case: FaultCase, found: dict[str, Any]) -> None:
                 ("stream_ms", "every stream's next token"),
                 ("back_ms", "replacement ready"),
             )
-            for kind, spread in found[figure].items()
+            for kind, spread in result[figure].items()
             if spread["count"]
         ],
     )
@@ -127,7 +129,7 @@ def _print(report: Report, case: FaultCase, found: dict[str, Any]) -> None:
         (case.back_target, "back_ms", "full strength"),
     ):
         if asked is not None:
-            worst = found[figure]["kill alone"].get("max")
+            worst = result[figure]["kill alone"].get("max")
             name = f"{case.name}: {name} after a SIGKILL, worst (kill alone)"
             report.target(name, asked, worst, "ms", at_most=True)
 
@@ -137,13 +139,7 @@ async def measure(note: Note, *, case: FaultCase, model: str, seed: int) -> dict
     note("starting")
     async with case.launch(model) as client:
         load = await case.load(client, seed)
-        update = None
-        if case.shares.get(UPDATE):
-            weights = weights_of(model)
-
-            async def update() -> None:
-                await client.update_weights(weights, timeout=5.0)
-
+        update = case.update_of(client, model, timeout=5.0)
         striker = Striker(client, load, update=update)
         begun = time.monotonic()
         async with load.running(lambda: len(striker.strikes), note):
@@ -166,16 +162,16 @@ async def measure(note: Note, *, case: FaultCase, model: str, seed: int) -> dict
 
 async def _troubles(client: sglrl.Client, load: Load) -> list[str]:
     """Describe everything that is wrong in a pool that should be idle."""
-    found = load.left_over()
+    troubles = load.left_over()
     prompt, answer = load.prompts[0], load.answers[0]
     for worker in client.workers:
         made = await client.generate(
             input_ids=prompt.ids, worker=worker.id, timeout=30, **prompt.options
         )
         if load.tolerance is not None and not np.array_equal(made.output_ids, answer.ids):
-            found.append(f"worker {worker.id} answers otherwise than before")
+            troubles.append(f"worker {worker.id} answers otherwise than before")
     if len({worker.weight_version for worker in client.workers}) > 1:
-        found.append("the workers' weights are of different versions")
+        troubles.append("the workers' weights are of different versions")
     stats = await client.stats()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_IDLE_SECONDS):
@@ -183,13 +179,13 @@ async def _troubles(client: sglrl.Client, load: Load) -> list[str]:
             while any(s.engine.running or s.engine.waiting for s in stats):
                 stats = await client.stats()
     if len(stats) != len(client.workers):
-        found.append(f"only {len(stats)} workers of {len(client.workers)} are ready")
-    found += [
+        troubles.append(f"only {len(stats)} workers of {len(client.workers)} are ready")
+    troubles += [
         f"worker {s.worker} still runs {s.engine.running + s.engine.waiting} requests"
         for s in stats
         if s.engine.running or s.engine.waiting
     ]
-    return found
+    return troubles
 
 
 def _recovery(strikes: list[Strike]) -> dict[str, dict[str, Any]]:

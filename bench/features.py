@@ -69,12 +69,12 @@ def main(
     names = [name.value for name in part or PartName]
     plan = {name: partial(parts[name], case=one) for name in names}
     results = report.measure(plan, env=one.environment)
-    found = {name: value for result in results.values() for name, value in result.items()}
-    report.table(f"features, {one.name}", ("figure", ""), list(found.items()))
+    figures = {name: value for result in results.values() for name, value in result.items()}
+    report.table(f"features, {one.name}", ("figure", ""), list(figures.items()))
     for name, (title, asked, unit) in _TARGETS.items():
         if name.partition("_")[0] in names and one.on_gpu:
-            report.target(title, asked, found.get(name), unit, at_most=True)
-    report.finish(case=one.name, figures=found)
+            report.target(title, asked, figures.get(name), unit, at_most=True)
+    report.finish(case=one.name, figures=figures)
 
 
 async def _load(client: sglrl.Client, case: Case, count: int, **values: Any) -> float:
@@ -106,13 +106,13 @@ def _adapter(folder: str, device: str, seed: int) -> dict[str, torch.Tensor]:
         made = torch.randn(shape, generator=draw, device=device, dtype=torch.float32)
         return (made * 0.01).to(torch.bfloat16)
 
-    found = {}
+    figures = {}
     for layer in range(config.num_hidden_layers):
         for module, (before, after) in _MODULES.items():
             name = f"base_model.model.model.layers.{layer}.{module}"
-            found[f"{name}.lora_A.weight"] = tensor(_RANK, sizes[before])
-            found[f"{name}.lora_B.weight"] = tensor(sizes[after], _RANK)
-    return found
+            figures[f"{name}.lora_A.weight"] = tensor(_RANK, sizes[before])
+            figures[f"{name}.lora_B.weight"] = tensor(sizes[after], _RANK)
+    return figures
 
 
 async def lora(note: Note, *, case: Case) -> dict[str, Any]:
@@ -169,14 +169,14 @@ async def masks(note: Note, *, case: Case) -> dict[str, Any]:
     }
     note("start")
     async with case.launch() as client:
-        found = {}
+        figures = {}
         for name, values in kinds.items():
             note(name)
             await _load(client, case, case.in_flight, logprobs=True, **values)
-            found[f"{name}_tokens_per_s"] = await _load(
+            figures[f"{name}_tokens_per_s"] = await _load(
                 client, case, case.in_flight, logprobs=True, **values
             )
-    return found
+    return figures
 
 
 # --- sleep ----------------------------------------------------------------------------------------
@@ -198,13 +198,13 @@ def _used(device: str) -> float:
 
 async def sleep(note: Note, *, case: Case) -> dict[str, Any]:
     before = _used(case.device)
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
     note("start")
     async with case.launch(enable_memory_saver=True) as client:
         await _load(client, case, case.in_flight)
         greedy = {"input_ids": prompts(case, 1, 4), "max_new_tokens": 64, "temperature": 0}
         expected = [made.output_ids.tolist() for made in await client.generate(**greedy)]
-        found["sleep_awake_mib"] = _used(case.device) - before
+        figures["sleep_awake_mib"] = _used(case.device) - before
         for name, keep, load in (
             ("first_kept", True, False),
             ("kept", True, False),
@@ -219,17 +219,17 @@ async def sleep(note: Note, *, case: Case) -> dict[str, Any]:
                 await asyncio.sleep(1 if case.on_gpu else 0.1)
             begun = time.perf_counter()
             await client.sleep(keep_weights=keep)
-            found[f"sleep_{name}_s"] = time.perf_counter() - begun
-            found[f"sleep_{name}_left_mib"] = _used(case.device) - before
+            figures[f"sleep_{name}_s"] = time.perf_counter() - begun
+            figures[f"sleep_{name}_left_mib"] = _used(case.device) - before
             begun = time.perf_counter()
             await client.wake()
-            found[f"sleep_{name}_wake_s"] = time.perf_counter() - begun
+            figures[f"sleep_{name}_wake_s"] = time.perf_counter() - begun
             if running is not None:
                 await running
             if keep:
                 again = [made.output_ids.tolist() for made in await client.generate(**greedy)]
                 assert again == expected, "the answers have changed"
-    return found
+    return figures
 
 
 # --- starts ---------------------------------------------------------------------------------------
@@ -240,7 +240,7 @@ async def start(note: Note, *, case: Case) -> dict[str, Any]:
 
     The first start also imports SGLang, and compiles kernels that no cache has.
     """
-    found: dict[str, Any] = {}
+    figures: dict[str, Any] = {}
 
     async def answered(worker: int) -> float:
         begun = time.perf_counter()
@@ -259,21 +259,21 @@ async def start(note: Note, *, case: Case) -> dict[str, Any]:
     note("first")
     begun = time.perf_counter()
     async with case.launch() as client:
-        found["start_first_s"] = time.perf_counter() - begun
-        found["start_first_batch_s"] = await answered(0)
+        figures["start_first_s"] = time.perf_counter() - begun
+        figures["start_first_batch_s"] = await answered(0)
         for name in ("replacement", "later_replacement"):
             # A spare process is made after a second without work.
             await asyncio.sleep(3)
             note(name)
-            found[f"start_{name}_s"] = await replaced()
-            found[f"start_{name}_batch_s"] = await answered(0)
+            figures[f"start_{name}_s"] = await replaced()
+            figures[f"start_{name}_batch_s"] = await answered(0)
         if case.on_gpu and torch.cuda.device_count() > 1:
             note("second")
             begun = time.perf_counter()
             (worker,) = await client.add_workers(1)
-            found["start_second_s"] = time.perf_counter() - begun
-            found["start_second_batch_s"] = await answered(worker)
-    return found
+            figures["start_second_s"] = time.perf_counter() - begun
+            figures["start_second_batch_s"] = await answered(worker)
+    return figures
 
 
 if __name__ == "__main__":

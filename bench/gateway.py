@@ -45,14 +45,14 @@ def main(
 ) -> None:
     """Measure what HTTP costs a turn, and compare tokens/s and time to the first token."""
     report = Report("gateway", json)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     if cost:
         load = {"requests": conversations, "turns": 5, "in_flight": 64, "words": 32, "new": 64}
         title = "CPU time"
         part = partial(gateway_parts.cost, **load, repeats=repeat)
         costs = report.measure({title: part}).get(title)
         if costs:
-            found["cost"] = costs
+            results["cost"] = costs
             _print_cost(report, costs["rows"])
     for name in case or []:
         one = CASES[name.value]
@@ -71,8 +71,8 @@ def main(
             }
             systems = report.measure(plan, env=one.environment, of=f"{one.name}: ")
         _print_systems(report, one.name, systems)
-        found[one.name] = {_PARTS[title]: result for title, result in systems.items()}
-    report.finish(found=found)
+        results[one.name] = {_PARTS[title]: result for title, result in systems.items()}
+    report.finish(found=results)
 
 
 def _print_cost(report: Report, rows: list[dict[str, float]]) -> None:

@@ -59,11 +59,11 @@ async def _stream(
             if not first and b'"role"' not in event:
                 first = time.perf_counter() - began
             last = event
-    found = msgspec.json.decode(last)
+    decoded = msgspec.json.decode(last)
     if options["api"] == "generate":
-        tokens = found["meta_info"]["completion_tokens"]
+        tokens = decoded["meta_info"]["completion_tokens"]
     else:
-        tokens = found["usage"]["completion_tokens"]
+        tokens = decoded["usage"]["completion_tokens"]
     return first, time.perf_counter() - began, tokens
 
 
@@ -78,31 +78,31 @@ async def _conversation(
         body = {"model": options["model"], "messages": messages, "max_tokens": options["new"]}
         async with http.post(f"{url}/chat/completions", json=body) as answer:
             answer.raise_for_status()
-            found = msgspec.json.decode(await answer.read())
-        messages.append(found["choices"][0]["message"])
-        tokens += found["usage"]["completion_tokens"]
+            decoded = msgspec.json.decode(await answer.read())
+        messages.append(decoded["choices"][0]["message"])
+        tokens += decoded["usage"]["completion_tokens"]
     return 0.0, time.perf_counter() - began, tokens
 
 
 async def _main(options: Mapping[str, Any]) -> dict[str, Any]:
     one = _conversation if options.get("sessions") else _stream
     left = list(range(options["requests"]))
-    found: list[tuple[float, float, int]] = []
+    results: list[tuple[float, float, int]] = []
     connector = aiohttp.TCPConnector(limit=0)
     timeout = aiohttp.ClientTimeout(total=options["limit"])
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
 
         async def work() -> None:
             while left:
-                found.append(await one(http, options, random.Random(left.pop())))
+                results.append(await one(http, options, random.Random(left.pop())))
 
         began = time.perf_counter()
         await asyncio.gather(*[work() for _ in range(options["in_flight"])])
         seconds = time.perf_counter() - began
-    firsts, whole = [row[0] for row in found], [row[1] for row in found]
+    firsts, whole = [row[0] for row in results], [row[1] for row in results]
     return {
         "seconds": seconds,
-        "tokens": sum(row[2] for row in found),
+        "tokens": sum(row[2] for row in results),
         "first_p50": percentile(firsts, 50),
         "first_p99": percentile(firsts, 99),
         "whole_p50": percentile(whole, 50),

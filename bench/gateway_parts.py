@@ -52,8 +52,8 @@ async def _run(*arguments: str) -> bytes:
 async def _run_load(**options: Any) -> dict[str, Any]:
     """Run ``bench.gateway_load``, and return its figures."""
     given = json.dumps({**options, "limit": _LIMIT_SECONDS})
-    found: dict[str, Any] = json.loads(await _run("-m", "bench.gateway_load", given))
-    return found
+    figures: dict[str, Any] = json.loads(await _run("-m", "bench.gateway_load", given))
+    return figures
 
 
 async def _run_bench_serving(
@@ -65,7 +65,7 @@ async def _run_bench_serving(
         model: the folder with the tokenizer.
     """
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "found.jsonl")
+        file = Path(folder, "figures.jsonl")
         options: dict[str, Any] = {
             "backend": _BACKENDS[api],
             "base-url": url,
@@ -81,15 +81,15 @@ async def _run_bench_serving(
         }
         given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
         await _run("-m", "sglang.bench_serving", "--disable-tqdm", *given)
-        found = json.loads(await asyncio.to_thread(file.read_text))
-    if found["completed"] != requests:
-        raise RuntimeError(f"bench_serving completed {found['completed']} of {requests}")
+        figures = json.loads(await asyncio.to_thread(file.read_text))
+    if figures["completed"] != requests:
+        raise RuntimeError(f"bench_serving completed {figures['completed']} of {requests}")
     return {
-        "seconds": found["duration"],
-        "tokens": found["total_output_tokens"],
-        "first_p50": found["median_ttft_ms"] / 1e3,
-        "first_p99": found["p99_ttft_ms"] / 1e3,
-        "whole_p50": found["median_e2e_latency_ms"] / 1e3,
+        "seconds": figures["duration"],
+        "tokens": figures["total_output_tokens"],
+        "first_p50": figures["median_ttft_ms"] / 1e3,
+        "first_p99": figures["p99_ttft_ms"] / 1e3,
+        "whole_p50": figures["median_e2e_latency_ms"] / 1e3,
     }
 
 
@@ -158,21 +158,21 @@ async def cost(
                 ]
                 urls = [session.base_url for session in sessions]
                 before = cpu_seconds(process)
-                found = await _run_load(**load, model="tiny", requests=count, sessions=urls)
-                return {**found, "cpu": cpu_seconds(process) - before}
+                figures = await _run_load(**load, model="tiny", requests=count, sessions=urls)
+                return {**figures, "cpu": cpu_seconds(process) - before}
 
         await run(20)
         await direct.run({**load, "requests": 20})
         rows = []
         for repetition in range(repeats):
             note(f"repetition {repetition + 1} of {repeats}")
-            found = await run(requests)
+            figures = await run(requests)
             seconds = await direct.run({**load, "requests": requests})
             rows.append(
                 {
-                    "gateway_us": found["cpu"] / (requests * turns) * 1e6,
+                    "gateway_us": figures["cpu"] / (requests * turns) * 1e6,
                     "direct_us": seconds / (requests * turns) * 1e6,
-                    "turns_per_s": requests * turns / found["seconds"],
+                    "turns_per_s": requests * turns / figures["seconds"],
                 }
             )
     return {"rows": rows}
@@ -218,10 +218,10 @@ async def _loads(
             await _run_load(**load, model="bench", requests=level)
             load["requests"] = max(32, min(4 * level, case.requests))
             if bench_serving:
-                found = await _run_bench_serving(**load, model=folder)
+                figures = await _run_bench_serving(**load, model=folder)
             else:
-                found = await _run_load(**load, model="bench")
-            rows[api][str(level)] = found
-            speed, first = found["tokens"] / found["seconds"], found["first_p50"] * 1e3
+                figures = await _run_load(**load, model="bench")
+            rows[api][str(level)] = figures
+            speed, first = figures["tokens"] / figures["seconds"], figures["first_p50"] * 1e3
             note(f"  {speed:,.0f} tokens/s, first token after {first:,.1f} ms")
     return rows

@@ -21,8 +21,8 @@ from .report import Json, Report, ratio
 
 _SYSTEMS = {
     "sglrl": genlm_parts.sglrl,
-    "genlm AsyncSGLTransformer": genlm_parts.genlm_sgl,
-    "genlm AsyncTransformer": genlm_parts.genlm_hf,
+    "genlm_sgl": genlm_parts.genlm_sgl,
+    "genlm_hf": genlm_parts.genlm_hf,
 }
 _PEERS = [title for title in _SYSTEMS if title != "sglrl"]
 
@@ -44,15 +44,15 @@ def main(
     for kind in PREFIXES:
         rows = []
         for count in tasks:
-            found = {title: result[kind][str(count)] for title, result in results.items()}
-            speeds = {title: figures["queries_per_s"] for title, figures in found.items()}
-            blocked = [figures["blocked_ms"] for figures in found.values()]
+            figures = {title: result[kind][str(count)] for title, result in results.items()}
+            speeds = {title: one["queries_per_s"] for title, one in figures.items()}
+            blocked = [one["blocked_ms"] for one in figures.values()]
             rows.append((str(count), *map(speeds.get, _SYSTEMS), *blocked))
             best = max((speeds[peer] for peer in _PEERS if peer in speeds), default=None)
             times = ratio(speeds.get("sglrl"), best)
             asked = 3.0 if count == 64 else 1.0
             report.target(f"{kind}, {count}: times the best peer", asked, times)
-            ours = found["sglrl"]["blocked_ms"] if "sglrl" in found else None
+            ours = figures["sglrl"]["blocked_ms"] if "sglrl" in figures else None
             report.target(f"{kind}, {count}: loop blocked", 5.0, ours, "ms", at_most=True)
         report.table(
             f"{kind} prefixes: queries/s, and the longest time that the loop was blocked",

@@ -56,7 +56,7 @@ async def measure(
         The figures by kind of prefix and number of tasks.
     """
     repetition = 0
-    found: dict[str, dict[str, Any]] = {kind: {} for kind in PREFIXES}
+    figures: dict[str, dict[str, Any]] = {kind: {} for kind in PREFIXES}
     for kind, count in itertools.product(PREFIXES, tasks):
         note(f"{kind} prefixes, {count} tasks")
         rates: list[float] = []
@@ -86,12 +86,12 @@ async def measure(
                 spent += took
             if spent > seconds and len(rates) >= 2:
                 break
-        found[kind][str(count)] = {
+        figures[kind][str(count)] = {
             "queries_per_s": statistics.median(rates),
             "all_queries_per_s": rates,
             "blocked_ms": watch.end() * 1e3,
         }
-    return found
+    return figures
 
 
 class _Watch:

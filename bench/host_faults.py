@@ -123,11 +123,11 @@ class HostStriker:
                 serving = {w.host for w in self._client.workers if w.state == "ready"}
                 free = [m for m in self._machines if m.name not in self._struck]
                 first = fault.target % len(free) if free else 0
-                found = [*free[first:], *free[:first]][:wanted]
-                rest = [m.name for m in free if m not in found and m.name in serving]
-                if len(found) == wanted and rest:
-                    self._struck |= {m.name for m in found}
-                    return found
+                targets = [*free[first:], *free[:first]][:wanted]
+                rest = [m.name for m in free if m not in targets and m.name in serving]
+                if len(targets) == wanted and rest:
+                    self._struck |= {m.name for m in targets}
+                    return targets
                 await asyncio.sleep(_POLL)
 
     async def _spread(self) -> None:

@@ -44,10 +44,10 @@ def main(
     options = {"faults": faults, "gap": gap, "in_flight": in_flight, "seed": seed}
     options |= {"delay": delay / 1000, "loss": loss / 100}
     title = "three hosts"
-    found = report.measure({title: partial(measure, **options)}, limit=3600.0).get(title)
-    if found:
-        print_outcomes(report, title, found, faults)
-    report.finish(ok=bool(found and found["flawless"]), options=options, result=found)
+    result = report.measure({title: partial(measure, **options)}, limit=3600.0).get(title)
+    if result:
+        print_outcomes(report, title, result, faults)
+    report.finish(ok=bool(result and result["flawless"]), options=options, result=result)
 
 
 async def measure(

@@ -24,7 +24,7 @@ WARM_SECONDS = 0.3
 _GC_THRESHOLDS = (50_000, 20, 100)
 
 
-class Load(NamedTuple):
+class LoadPlan(NamedTuple):
     """Repetitions of a closed loop: their length, their number, and the calls in flight."""
 
     seconds: float
@@ -157,7 +157,7 @@ def rate_summary(windows: Sequence[Window]) -> dict[str, float]:
     }
 
 
-async def latency_and_rates(call: Call, load: Load, note: Note) -> dict[str, Any]:
+async def latency_and_rates(call: Call, load: LoadPlan, note: Note) -> dict[str, Any]:
     """Measure the latency at 1 in flight, then the rate at each level.
 
     Figures are medians over the windows: CPU time a call and percentiles in microseconds.

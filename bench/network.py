@@ -109,8 +109,8 @@ class Host:
         return IPRoute()
 
     def _index(self) -> int:
-        found: int = self._netlink.link_lookup(ifname=self._name)[0]
-        return found
+        index: int = self._netlink.link_lookup(ifname=self._name)[0]
+        return index
 
     def join(self, other: Host) -> None:
         """Create the link."""

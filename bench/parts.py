@@ -157,14 +157,14 @@ def _end(process: subprocess.Popen[bytes], patience: float) -> None:
 
 
 def _group(leader: int) -> list[psutil.Process]:
-    found = []
+    members = []
     for process in psutil.process_iter():
         try:
             if os.getpgid(process.pid) == leader and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                members.append(process)
         except (ProcessLookupError, psutil.NoSuchProcess):
             continue
-    return found
+    return members
 
 
 def _serve(descriptor: int) -> None:

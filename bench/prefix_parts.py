@@ -62,24 +62,24 @@ async def prefix(
 
             await client.flush_cache()
             begun = time.perf_counter()
-            found = [
+            trajectories = [
                 trajectory
                 async for group in sglrl.rollout(
                     client, agent, items, concurrency=count, max_new_tokens=new, ignore_eos=True
                 )
                 for trajectory in group.trajectories
             ]
-            return found, time.perf_counter() - begun
+            return trajectories, time.perf_counter() - begun
 
         note("warming up")
         await repetition(-1)
-        speeds, found = [], []
+        speeds, counts = [], []
         for number in range(case.repeats):
             note(f"repetition {number + 1} of {case.repeats}")
             trajectories, seconds = await repetition(number)
             speeds.append(count * turns * new / seconds)
-            found.append(_cached(trajectories, system))
-    rows = [[sum(column) for column in zip(*row, strict=True)] for row in zip(*found, strict=True)]
+            counts.append(_cached(trajectories, system))
+    rows = [[sum(column) for column in zip(*row, strict=True)] for row in zip(*counts, strict=True)]
     prompt, cached, ideal = (sum(column) for column in zip(*rows, strict=True))
     return {
         "start_s": start_seconds,

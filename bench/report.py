@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,7 +14,6 @@ import msgspec
 import psutil
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from .parts import Note, Part, PartFailed, run_part
@@ -78,14 +76,19 @@ class Report:
             The figures by title. Systems that fail are left out.
         """
         results = {}
-        with _steps(len(plan)) as (begin, note):
-            for title, part in plan.items():
-                begin(of + title)
+        for title, part in plan.items():
+            title = of + title
+            print_note(title)
+            with _errors.status(title) as status:
+
+                def note(text: str, show: Note = status.update, title: str = title) -> None:
+                    show(f"{title}: {text}") if _errors.is_terminal else print_note("  " + text)
+
                 try:
-                    results[title] = run_part(part, note, limit, env)
+                    results[title.removeprefix(of)] = run_part(part, note, limit, env)
                 except PartFailed as failure:
-                    self.failed[of + title] = str(failure)
-                    print_note(f"{of}{title} failed: {failure}\n{failure.log}")
+                    self.failed[title] = str(failure)
+                    print_note(f"{title} failed: {failure}\n{failure.log}")
         return results
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Value]]) -> None:
@@ -175,32 +178,6 @@ def print_note(text: str) -> None:
     _errors.print(text, markup=False, highlight=False)
 
 
-@contextmanager
-def _steps(total: int) -> Iterator[tuple[Note, Note]]:
-    """Show a progress bar over the parts on stderr. Without a terminal, print lines.
-
-    Yields:
-        ``begin`` and ``note``: ``begin(text)`` starts the next part, ``note(text)`` shows what the
-        part is doing.
-    """
-    if not _errors.is_terminal:
-        yield print_note, lambda text: print_note("  " + text)
-        return
-    columns = (SpinnerColumn(), BarColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-    with Progress(*columns, console=_errors, transient=True) as progress:
-        task = progress.add_task("", total=total)
-        current = ""
-        begun = 0
-
-        def begin(text: str) -> None:
-            nonlocal current, begun
-            current = text
-            progress.update(task, description=text, completed=begun)
-            begun += 1
-
-        yield begin, lambda text: progress.update(task, description=f"{current}: {text}")
-
-
 def _machine() -> dict[str, Any]:
     return {
         "cpu": _cpu_model(),
@@ -209,7 +186,7 @@ def _machine() -> dict[str, Any]:
         "gpus": _gpus(),
         "python": platform.python_version(),
         "load_average_before": round(os.getloadavg()[0], 2),
-        "versions": {name: found for name in _PACKAGES.split() if (found := _version(name))},
+        "versions": {name: version for name in _PACKAGES.split() if (version := _version(name))},
     }
 
 
@@ -232,11 +209,11 @@ def _cpu_model() -> str:
 
 def _gpus() -> list[str]:
     """Return the names of the NVIDIA GPUs, read without a CUDA library."""
-    found: list[str] = []
+    names: list[str] = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         lines = path.read_text(encoding="utf-8").splitlines()
-        found += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
-    return found
+        names += [line.partition(":")[2].strip() for line in lines if line.startswith("Model:")]
+    return names
 
 
 def _described(info: Mapping[str, Any]) -> str:

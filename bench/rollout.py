@@ -16,7 +16,7 @@ import typer
 
 from . import busy_parts, fabric_parts, prefix_parts, rollout_parts, tool_parts
 from .cases import CASES
-from .load import Load
+from .load import LoadPlan
 from .parts import Part
 from .payload import TOKENS
 from .report import Json, Report, ratio
@@ -129,7 +129,7 @@ def _fake(
         fabric_parts.sglrl,
         replicas=replicas,
         address="ipc",
-        load=Load(0.1 if quick else 1.0, 1 if quick else 5, (512,)),
+        load=LoadPlan(0.1 if quick else 1.0, 1 if quick else 5, (512,)),
         idle_seconds=0.1,
     )
     if peers:
@@ -151,8 +151,8 @@ def _fake(
             f"{tools['agents']:,} agents of {_TURNS} turns at a time, a tool between two turns",
             ("its results are", "turns/s", "CPU us/turn", "loop us/turn"),
             [
-                (tool_parts.WAYS[way], *(found[key] for key in ("rate", "cpu_us", "loop_us")))
-                for way, found in results[_WITH_TOOLS].items()
+                (tool_parts.WAYS[way], *(figures[key] for key in ("rate", "cpu_us", "loop_us")))
+                for way, figures in results[_WITH_TOOLS].items()
             ],
         )
     if _BESIDE in results:

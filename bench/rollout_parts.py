@@ -159,8 +159,8 @@ async def agents(
             for repetition in range(repeats):
                 note(f"repetition {repetition + 1} of {repeats}")
                 costs.append(await measured(agents))
-    found = rate_summary(costs) | {"bytes_per_agent": memory.grown / agents}
-    return found if processes is None else found | {"processes": processes}
+    result = rate_summary(costs) | {"bytes_per_agent": memory.grown / agents}
+    return result if processes is None else result | {"processes": processes}
 
 
 # --- beside a program that computes -------------------------------------------------------------
@@ -196,7 +196,7 @@ async def beside(
             sum(i * i for i in range(1000))
             steps += 1
 
-    found = []
+    result = []
     async with fake_pool(replicas=replicas, step_seconds=0.002, tokens_per_step=16) as client:
         for processes in (None, *ways):
             for computes, interval in ((False, 0.005), (True, 0.005), (True, 0.0005)):
@@ -223,7 +223,7 @@ async def beside(
                         seconds = time.perf_counter() - begun
                         busy, computes = computes, False
                         thread.join()
-                found.append(
+                result.append(
                     {
                         "processes": processes,
                         "beside": busy,
@@ -232,7 +232,7 @@ async def beside(
                         "steps_per_s": steps / seconds,
                     }
                 )
-    return {"ways": found}
+    return {"ways": result}
 
 
 # --- the same over HTTP -----------------------------------------------------------------------
@@ -265,8 +265,8 @@ async def http(
                 return ids, logprobs
 
             async def run(count: int) -> None:
-                found = await asyncio.gather(*(agent(i) for i in range(count)))
-                assert len(found[0][1]) == turns * TOKENS + (turns - 1) * TOOL_TOKENS
+                result = await asyncio.gather(*(agent(i) for i in range(count)))
+                assert len(result[0][1]) == turns * TOKENS + (turns - 1) * TOOL_TOKENS
 
             await run(min(agents, 500))
             gc.collect()

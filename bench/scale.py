@@ -20,7 +20,7 @@ import typer
 import sglrl
 
 from .fake_pool import fake_pool
-from .load import Load, closed_loop, rate_summary
+from .load import LoadPlan, closed_loop, rate_summary
 from .parts import ROOT, Note
 from .payload import TOKENS, Prompts
 from .report import Json, Report
@@ -43,7 +43,7 @@ def main(
     """Measure the cost of a call with simulated nodes."""
     report = Report("scale", json)
     counts = sorted(nodes or (1, 8, 64))
-    load = Load(seconds, repeats, _LEVELS)
+    load = LoadPlan(seconds, repeats, _LEVELS)
     plan = {f"{count} nodes": partial(measure, nodes=count, load=load) for count in counts}
     measured = report.measure(plan)
     results = {n: measured[f"{n} nodes"] for n in counts if f"{n} nodes" in measured}
@@ -54,9 +54,9 @@ def main(
             (
                 f"{count} nodes, {count * _WORKERS} workers",
                 str(level),
-                *(found[str(level)][figure] for figure in ("loop_us", "cpu_us", "rate")),
+                *(figures[str(level)][figure] for figure in ("loop_us", "cpu_us", "rate")),
             )
-            for count, found in results.items()
+            for count, figures in results.items()
             for level in _LEVELS
         ],
     )
@@ -70,7 +70,7 @@ def main(
     report.finish(options=options, results=results)
 
 
-async def measure(note: Note, *, nodes: int, load: Load) -> dict[str, Any]:
+async def measure(note: Note, *, nodes: int, load: LoadPlan) -> dict[str, Any]:
     """Return the cost of a call for this program, with simulated nodes."""
     prompts = Prompts()
     note(f"starting {nodes} nodes")
@@ -82,7 +82,7 @@ async def measure(note: Note, *, nodes: int, load: Load) -> dict[str, Any]:
             hosts=hosts, replicas=nodes * _WORKERS, window=max(load.levels), progress=False
         ) as client,
     ):
-        found: dict[str, Any] = {"start_seconds": time.perf_counter() - begun}
+        figures: dict[str, Any] = {"start_seconds": time.perf_counter() - begun}
 
         async def call(i: int) -> None:
             await client.generate(input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True)
@@ -90,8 +90,8 @@ async def measure(note: Note, *, nodes: int, load: Load) -> dict[str, Any]:
         for level in load.levels:
             note(f"{level} in flight")
             windows = await closed_loop(call, level, load.seconds, load.repeats)
-            found[str(level)] = rate_summary(windows)
-        return found
+            figures[str(level)] = rate_summary(windows)
+        return figures
 
 
 @contextlib.asynccontextmanager

@@ -36,5 +36,5 @@ def cpu_arguments() -> dict[str, Any]:
     """Return the ``ServerArgs`` that a CPU needs, as our worker sets them for one replica."""
     from sglrl_workers.engine.sglang import cpu
 
-    found: dict[str, Any] = cpu.engine_arguments(1.0)
-    return found
+    arguments: dict[str, Any] = cpu.engine_arguments(1.0)
+    return arguments

@@ -25,10 +25,10 @@ import typer
 import sglrl
 from sglrl.driver import fork_server
 
-from .fault_cases import CASES, FaultCase, weights_of
+from .fault_cases import CASES, FaultCase
 from .fault_load import Load
 from .fault_schedule import BURST, DROP, KILL, UPDATE, schedule
-from .fault_strikes import Striker
+from .fault_strikes import Striker, Update
 from .parts import Note
 from .report import Json, Report, number
 
@@ -89,12 +89,12 @@ class Soak:
             async with asyncio.TaskGroup() as group:
                 helpers = [group.create_task(self._measure(interval, note))]
                 tasks = []
-                for case, weights in running:
+                for case, update in running:
                     load, striker = self.loads[case.name], self.strikers[case.name]
                     tasks.append(group.create_task(load.run()))
                     helpers.append(group.create_task(self._leave_early(case)))
-                    if weights is not None:
-                        helpers.append(group.create_task(self._update(case, weights)))
+                    if update is not None:
+                        helpers.append(group.create_task(self._update(update)))
                     count = int(self.minutes * 60 / case.gap)
                     faults = schedule(self.seed, count, case.gap, case.shares, BURST)
                     helpers.append(group.create_task(striker.run(faults)))
@@ -106,31 +106,23 @@ class Soak:
                 await asyncio.wait(tasks)
 
     @contextlib.asynccontextmanager
-    async def _pool(self, case: FaultCase) -> AsyncIterator[tuple[FaultCase, Any]]:
-        weights = update = None
-        more: dict[str, Any] = {}
-        if not case.is_fake:
-            weights = weights_of(case.model)
-            more["max_total_tokens"] = _CACHE_TOKENS
+    async def _pool(self, case: FaultCase) -> AsyncIterator[tuple[FaultCase, Update | None]]:
+        more = {} if case.is_fake else {"max_total_tokens": _CACHE_TOKENS}
         async with case.launch(**more) as client:
-            if weights is not None:
-
-                async def update() -> None:
-                    await client.update_weights(weights)
-
+            update = case.update_of(client)
             load = await case.load(client, self.seed, _PAUSE_SECONDS)
             self.clients[case.name] = client
             self.loads[case.name] = load
             self.strikers[case.name] = Striker(
                 client, load, among=range(1, case.replicas), update=update
             )
-            yield case, weights
+            yield case, update
 
-    async def _update(self, case: FaultCase, weights: Any) -> None:
+    async def _update(self, update: Update) -> None:
         while True:
             await asyncio.sleep(_UPDATE_SECONDS)
             with contextlib.suppress(sglrl.WeightUpdateError, sglrl.WorkerLost):
-                await self.clients[case.name].update_weights(weights)
+                await update()
                 self.updates += 1
 
     async def _leave_early(self, case: FaultCase) -> None:
@@ -187,19 +179,19 @@ class Soak:
 
     def _processes(self) -> list[tuple[str, int]]:
         servers = fork_server._servers.values()
-        found = [("driver", os.getpid())]
-        found += [(f"fork server ({server.preload})", server.process.pid) for server in servers]
+        processes = [("driver", os.getpid())]
+        processes += [(f"fork server ({server.preload})", server.process.pid) for server in servers]
         for name, client in self.clients.items():
-            found += [
+            processes += [
                 (f"{name} worker {w.id}, pid {w.pid}", w.pid)
                 for w in client.workers
                 if w.state == "ready"
             ]
-        return found
+        return processes
 
     def rows(self, warm_up: float) -> dict[str, dict[str, Any]]:
         """Return figures of each process that lived from ``warm_up`` minutes until near the end."""
-        found = {}
+        rows = {}
         last = max(samples[-1].minute for samples in self.samples.values())
         for name, samples in self.samples.items():
             warm = [sample for sample in samples if sample.minute >= warm_up]
@@ -211,7 +203,7 @@ class Soak:
             minutes = [sample.minute for sample in warm]
             slope = np.polyfit(minutes, [sample.rss for sample in warm], 1)[0]
             own = np.polyfit(minutes, [sample.own for sample in warm], 1)[0]
-            found[name] = {
+            rows[name] = {
                 "rss_mb": [warm[0].rss, warm[-1].rss],
                 "highest_rss_mb": max(sample.rss for sample in warm),
                 "mb_per_minute": float(slope),
@@ -221,7 +213,7 @@ class Soak:
                 "files": [min(sample.files for sample in part) for part in (begin, end)],
                 "threads": [min(sample.threads for sample in part) for part in (begin, end)],
             }
-        return found
+        return rows
 
 
 def growth(rows: dict[str, dict[str, Any]]) -> list[str]:
@@ -265,17 +257,17 @@ def main(
     """Measure memory, open files and threads of driver and workers over a long time."""
     report = Report("soak", json)
     plan = {"soak": partial(soak, minutes=minutes, sglang=sglang)}
-    found = report.measure(plan, limit=60 * minutes + 600).get("soak")
-    if found:
-        _print(report, found)
-    ok = found is not None and found["processes"] and found["flawless"] and not found["grown"]
-    report.finish(ok=bool(ok), **(found or {}))
+    result = report.measure(plan, limit=60 * minutes + 600).get("soak")
+    if result:
+        _print(report, result)
+    ok = result is not None and result["processes"] and result["flawless"] and not result["grown"]
+    report.finish(ok=bool(ok), **(result or {}))
 
 
-def _print(report: Report, found: dict[str, Any]) -> None:
-    rows = found["processes"]
+def _print(report: Report, result: dict[str, Any]) -> None:
+    rows = result["processes"]
     report.table(
-        f"{found['minutes']:g} minutes, the first {found['warm_up']:g} not counted",
+        f"{result['minutes']:g} minutes, the first {result['warm_up']:g} not counted",
         ("", "RSS MB first", "last", "highest", "MB/min", "of it own", "files", "threads"),
         [
             (
@@ -289,22 +281,22 @@ def _print(report: Report, found: dict[str, Any]) -> None:
             for name, row in rows.items()
         ],
     )
-    for name, calls in found["calls"].items():
+    for name, calls in result["calls"].items():
         report.lines(
             f"{name}: {number(calls['answered'])} calls answered, {calls['lost']} lost, "
             f"{calls['duplicated']} duplicated, {calls['wrong']} wrong; "
-            f"{found['faults'][name]} faults",
+            f"{result['faults'][name]} faults",
             *(f"  {count} x {text}" for text, count in calls["reasons"].items()),
         )
-    left = ", ".join(f"{count} {how}" for how, count in found["left_early"].items())
-    report.lines(f"weight updates: {found['weight_updates']}; callers who left early: {left}")
-    report.lines(*found["grown"])
+    left = ", ".join(f"{count} {how}" for how, count in result["left_early"].items())
+    report.lines(f"weight updates: {result['weight_updates']}; callers who left early: {left}")
+    report.lines(*result["grown"])
     driver = rows.get("driver", {}).get("mb_per_minute")
     workers = [row["mb_per_minute"] for name, row in rows.items() if "worker" in name]
     worst = max(workers, default=None)
     report.target("driver, RSS MB/min", 0.1, driver, at_most=True)
     report.target("workers, RSS MB/min, worst", 0.1, worst, at_most=True)
-    report.target("processes with more files or threads", 0, len(found["grown"]), at_most=True)
+    report.target("processes with more files or threads", 0, len(result["grown"]), at_most=True)
 
 
 if __name__ == "__main__":

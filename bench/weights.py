@@ -87,15 +87,15 @@ def main(
     report.finish(replicas=replicas, tp_size=tp_size, cases=measured)
 
 
-def _print(report: Report, case: WeightCase, found: dict[str, Any], receivers: int) -> None:
-    ours = found["sglrl"]
+def _print(report: Report, case: WeightCase, systems: dict[str, Any], receivers: int) -> None:
+    ours = systems["sglrl"]
     rows: list[tuple[str, dict[str, Any]]] = [
         (f"sglrl, {name} ({result['mode']})", result) for name, result in ours["modes"].items()
     ]
-    if _BARE in found:
-        rows.append((_BARE, {"pause_ms": 0.0, **found[_BARE]}))
+    if _BARE in systems:
+        rows.append((_BARE, {"pause_ms": 0.0, **systems[_BARE]}))
     for system in (_ENGINE, _HTTP, _AS_TORCHRL):
-        rows += [(f"{system}, {way}", r) for way, r in found.get(system, {}).items()]
+        rows += [(f"{system}, {way}", r) for way, r in systems.get(system, {}).items()]
     report.table(
         f"{case.name}: {ours['bytes'] / 1e6:,.1f} MB to {receivers} worker(s), "
         f"{case.in_flight} requests decoding",
@@ -118,8 +118,8 @@ def _print(report: Report, case: WeightCase, found: dict[str, Any], receivers: i
     )
 
 
-def _compare(report: Report, case: WeightCase, found: dict[str, Any]) -> None:
-    modes = found.get("sglrl", {}).get("modes", {})
+def _compare(report: Report, case: WeightCase, systems: dict[str, Any]) -> None:
+    modes = systems.get("sglrl", {}).get("modes", {})
 
     def measured(mode: str, figure: str) -> float | None:
         return modes.get(mode, {}).get(figure)
@@ -138,13 +138,13 @@ def _compare(report: Report, case: WeightCase, found: dict[str, Any]) -> None:
             (_HTTP, "per parameter", 20),
             (_AS_TORCHRL, "one request", 30),
         ):
-            peer = found.get(system, {}).get(way, {}).get("total_ms")
+            peer = systems.get(system, {}).get(way, {}).get("total_ms")
             report.target(f"{case.name}: times {system}, {way}", asked, ratio(peer, total))
 
 
-def _plot(path: Path, case: WeightCase, found: dict[str, dict[str, Any]]) -> None:
+def _plot(path: Path, case: WeightCase, systems: dict[str, dict[str, Any]]) -> None:
     """Plot the decode steps of one request against the phases of one update."""
-    timeline = found.get("sglrl", {}).get("modes", {}).get("decoding", {}).get("timeline")
+    timeline = systems.get("sglrl", {}).get("modes", {}).get("decoding", {}).get("timeline")
     if not timeline:
         return
     import matplotlib

@@ -209,8 +209,8 @@ def _summary(reports: list[Any]) -> dict[str, Any]:
         return statistics.median(values)
 
     names = ("prepare_ms", "gather_ms", "broadcast_ms", "stage_ms", "commit_ms", "total_ms")
-    found = {name: median(getattr(r, name) for r in reports) for name in names}
-    return found | {
+    figures = {name: median(getattr(r, name) for r in reports) for name in names}
+    return figures | {
         "pause_ms": median(max(r.pause_ms) for r in reports),
         "worst_pause_ms": max(max(r.pause_ms) for r in reports),
         "all_total_ms": [r.total_ms for r in reports],

@@ -5,17 +5,22 @@ They use the fabric's parts where the client expects a pool, and must follow cha
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
+from functools import partial
+from operator import truediv
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
 from bench import features
-from bench.genlm_parts import measure
+from bench.genlm_parts import NEW_TOKENS, PREFIXES, PROMPT_TOKENS, measure
+from bench.report import Report
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,20 +39,48 @@ def run_bench(name: str, *options: str, file: Path) -> dict[str, Any]:
     return document
 
 
+def measured(document: dict[str, Any]) -> dict[str, float | None]:
+    """Return the figures that a bench compares with targets."""
+    return {target["name"]: target["measured"] for target in document["asked"]}
+
+
 def test_the_fabric_bench_measures_all_but_its_peers(tmp_path: Path) -> None:
     options = ["--no-peers", "--address", "ipc", "--quick"]
     document = run_bench("fabric", *options, file=tmp_path / "fabric.json")
-    assert len(document["results"]) == 9
+    results = document["results"]
+    ways = {name for name, result in results.items() if "latency" in result}
+    assert ways == {"sglrl ipc", "sglrl actor", "transport alone (ipc)"}
+    for name in ways:
+        assert 0 < results[name]["latency"]["p50_us"] <= results[name]["latency"]["p99_us"]
+    in_memory = {name for name, result in results.items() if "rates" in result} - ways
+    assert len(in_memory) == 4
+    for name in ways | in_memory:
+        for rate in results[name]["rates"].values():
+            assert min(rate["rate"], rate["loop_us"], rate["cpu_us"]) > 0
+    # A task that makes a call holds at least what a task without one holds.
+    task, call = (results[f"waiting {what}"]["allocated_bytes"] for what in ("tasks", "calls"))
+    assert 0 < task < call
+    figures = measured(document)
+    assert figures["requests/s at 512 in flight"] == results["sglrl ipc"]["rates"]["512"]["rate"]
+    assert {name for name, figure in figures.items() if figure is None} == {
+        "times HTTP",
+        "times Ray",
+    }
 
 
 def test_the_rollout_bench_measures_all_but_its_peer(tmp_path: Path) -> None:
     options = ["--no-peers", "--quick", "--agents", "64", "--replicas", "1"]
     document = run_bench("rollout", *options, file=tmp_path / "rollout.json")
-    ways = document["results"]["busy"]["ways"]
+    results = document["results"]
+    ways = results["busy"]["ways"]
     assert len(ways) == 3
     assert all(0 < way["busy"] < 2 for way in ways.values())
-    assert document["results"]["with and without tools"].keys() == {"ids", "template", "renderer"}
-    assert [target["measured"] for target in document["asked"]] != [None, None]
+    assert results["with and without tools"].keys() == {"ids", "template", "renderer"}
+    figures = measured(document)
+    assert len(figures) == 6
+    assert None not in figures.values()
+    per_turn = results["sglrl.rollout"]["cpu_us"]
+    assert figures["turns/s of a driver core, all threads"] == pytest.approx(1e6 / per_turn)
 
 
 def test_the_gateway_bench_measures_the_cost_of_http(tmp_path: Path) -> None:
@@ -55,7 +88,9 @@ def test_the_gateway_bench_measures_the_cost_of_http(tmp_path: Path) -> None:
     document = run_bench("gateway", *options, file=tmp_path / "gateway.json")
     (row,) = document["found"]["cost"]["rows"]
     assert row["gateway_us"] > row["direct_us"] > 0
-    assert document["asked"][0]["verdict"] in ("ok", "short")
+    (target,) = document["asked"]
+    assert target["measured"] == pytest.approx(row["gateway_us"] - row["direct_us"])
+    assert target["verdict"] == ("ok" if target["measured"] <= target["asked"] else "short")
 
 
 async def test_the_genlm_bench_asks_for_prompts_that_grow() -> None:
@@ -64,23 +99,61 @@ async def test_the_genlm_bench_asks_for_prompts_that_grow() -> None:
     async def ask(ids: list[int]) -> None:
         asked.append(ids)
 
-    kinds = ("shared", "disjoint")
-    options = {"prefixes": kinds, "tasks": (20,), "prefix": 8, "new": 3, "seconds": 0.0}
-    found = await measure(ask, 512, options, lambda text: None)
+    found = await measure(ask, 512, lambda text: None, tasks=(20,), seconds=0.0)
     for kind, repetitions in zip(
-        kinds, (asked[: len(asked) // 2], asked[len(asked) // 2 :]), strict=True
+        PREFIXES, (asked[: len(asked) // 2], asked[len(asked) // 2 :]), strict=True
     ):
-        row = found[kind][20]
+        row = found[kind]["20"]
         assert row["queries_per_s"] > 0
         assert row["blocked_ms"] >= 0
         # The first repetition is the warm-up.
-        assert len(repetitions) == (1 + len(row["all_queries_per_s"])) * 20 * 3
-        last = [ids for ids in repetitions[-60:] if len(ids) == 10]
+        assert len(repetitions) == (1 + len(row["all_queries_per_s"])) * 20 * NEW_TOKENS
+        last = repetitions[-20 * NEW_TOKENS :]
+        last = [ids for ids in last if len(ids) == PROMPT_TOKENS + NEW_TOKENS - 1]
         assert len(last) == 20
-        prompts = {tuple(ids[:8]) for ids in last}
+        prompts = {tuple(ids[:PROMPT_TOKENS]) for ids in last}
         assert len(prompts) == 20
-        assert len({ids[:6] for ids in prompts}) == (1 if kind == "shared" else 20)
-        assert all(ids[:n] in repetitions for ids in last for n in (8, 9))
+        assert len({ids[: PROMPT_TOKENS - 2] for ids in prompts}) == (1 if kind == "shared" else 20)
+        assert all(
+            ids[:n] in repetitions
+            for ids in last
+            for n in range(PROMPT_TOKENS, PROMPT_TOKENS + NEW_TOKENS)
+        )
+
+
+def test_a_report_compares_figures_with_targets(tmp_path: Path) -> None:
+    report = Report("made up", tmp_path / "report.json")
+    report.target("rate", 10, 10.0)
+    report.target("rate", 10, 9.0)
+    report.target("time", 10, 10.0, "ms", at_most=True)
+    report.target("time", 10, 11.0, "ms", at_most=True)
+    report.target("time", 10, None, "ms", at_most=True)
+    report.finish(results={"system": 1.5})
+    document = json.loads((tmp_path / "report.json").read_text())
+    verdicts = [target["verdict"] for target in document["asked"]]
+    assert verdicts == ["ok", "short", "ok", "short", "not measured"]
+    assert document["bench"] == "made up"
+    assert document["results"] == {"system": 1.5}
+    assert document["machine"]["cores"] >= 1
+
+
+def test_a_system_that_fails_is_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = Report("made up", tmp_path / "report.json")
+    # ``callable`` gets the function that shows notes. A number cannot be divided by it.
+    plan = {"works": callable, "fails": partial(truediv, 1)}
+    assert report.measure(plan, of="case: ") == {"works": True}
+    assert report.measure({"hangs": partial(asyncio.sleep, 600)}, limit=2.0) == {}
+    with pytest.raises(typer.Exit) as exit_status:
+        report.finish(may_fail=["hangs"])
+    assert exit_status.value.exit_code == 1
+    failed = json.loads((tmp_path / "report.json").read_text())["failed"]
+    assert failed["case: fails"].startswith("TypeError: unsupported operand")
+    assert failed["hangs"] == "took longer than 2 s"
+    report.finish(may_fail=["hangs", "case: fails"])
+    with pytest.raises(typer.Exit):
+        report.finish(may_fail=["hangs", "case: fails"], ok=False)
 
 
 @pytest.mark.parametrize(
