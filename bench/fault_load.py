@@ -170,8 +170,13 @@ class Load:
         self._readings: dict[bytes, _Reading] = {}
         self._stopping = False
 
+    @property
+    def _fabric(self) -> Any:
+        """The driver's tables. The client does not show which worker holds a call."""
+        return self.client._pool.driver.fabric
+
     async def run(self) -> None:
-        with self._count_ends():
+        with self.count_ends():
             async with asyncio.TaskGroup() as group:
                 for caller in range(self.in_flight):
                     group.create_task(self._call(caller))
@@ -208,12 +213,8 @@ class Load:
         self._stopping = True
 
     def struck(self, strike: Strike) -> None:
-        """Record the calls that the worker holds. Call this right after the signal.
-
-        The client's public interface does not show which worker holds a call, so this reads the
-        driver's tables.
-        """
-        member = self.client.pool.driver.fabric.members[strike.worker]
+        """Record the calls that the worker holds. Call this right after the signal."""
+        member = self._fabric.members[strike.worker]
         for call in member.calls.values():
             if call.state in (SENT, RUNNING):
                 strike.held += 1
@@ -227,15 +228,13 @@ class Load:
         A call that has lost ``max_attempts`` workers in a row is given up, because it may be what
         kills them. On a busy machine, a call can be struck that often before its first token.
         """
-        fabric = self.client.pool.driver.fabric
-        most = fabric.config.max_attempts - 1
-        return all(call.losses < most for call in fabric.members[worker].calls.values())
+        most = self._fabric.config.max_attempts - 1
+        return all(call.losses < most for call in self._fabric.members[worker].calls.values())
 
     def left_over(self) -> list[str]:
         """Check the driver's tables, and return what is wrong if no call runs."""
-        fabric = self.client._pool.driver.fabric
-        validate(fabric)
-        left = len(fabric.calls)
+        validate(self._fabric)
+        left = len(self._fabric.calls)
         return [f"{left} calls are left in the driver's tables"] if left else []
 
     async def _call(self, caller: int) -> None:
@@ -337,7 +336,7 @@ class Load:
             )
 
     @contextmanager
-    def _count_ends(self) -> Iterator[None]:
+    def count_ends(self) -> Iterator[None]:
         """Count calls that end twice.
 
         The caller has returned by then and cannot notice the second end. So this replaces the

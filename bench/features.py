@@ -182,7 +182,7 @@ async def masks(note: Note, *, case: Case) -> dict[str, Any]:
 # --- sleep ----------------------------------------------------------------------------------------
 
 
-def _used(device: str) -> float:
+def used_memory(device: str) -> float:
     """Return the memory that is in use on the first visible GPU, in MiB.
 
     The engine uses this GPU. ``CUDA_VISIBLE_DEVICES`` holds indices or UUIDs, and nvidia-smi takes
@@ -197,14 +197,14 @@ def _used(device: str) -> float:
 
 
 async def sleep(note: Note, *, case: Case) -> dict[str, Any]:
-    before = _used(case.device)
+    before = used_memory(case.device)
     figures: dict[str, Any] = {}
     note("start")
     async with case.launch(enable_memory_saver=True) as client:
         await _load(client, case, case.in_flight)
         greedy = {"input_ids": prompts(case, 1, 4), "max_new_tokens": 64, "temperature": 0}
         expected = [made.output_ids.tolist() for made in await client.generate(**greedy)]
-        figures["sleep_awake_mib"] = _used(case.device) - before
+        figures["sleep_awake_mib"] = used_memory(case.device) - before
         for name, keep, load in (
             ("first_kept", True, False),
             ("kept", True, False),
@@ -220,7 +220,7 @@ async def sleep(note: Note, *, case: Case) -> dict[str, Any]:
             begun = time.perf_counter()
             await client.sleep(keep_weights=keep)
             figures[f"sleep_{name}_s"] = time.perf_counter() - begun
-            figures[f"sleep_{name}_left_mib"] = _used(case.device) - before
+            figures[f"sleep_{name}_left_mib"] = used_memory(case.device) - before
             begun = time.perf_counter()
             await client.wake()
             figures[f"sleep_{name}_wake_s"] = time.perf_counter() - begun

@@ -170,4 +170,4 @@ def test_the_memory_of_the_visible_gpu_is_measured(
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    assert features._used("cuda") == 17
+    assert features.used_memory("cuda") == 17

@@ -116,7 +116,7 @@ async def test_the_outcomes_tell_of_a_call_that_ends_twice() -> None:
         future: asyncio.Future[sglrl.Completion] = asyncio.get_running_loop().create_future()
         reply = GenerationReply(lambda ids, skip: "", future, b"", None, False, 0)  # type: ignore[arg-type]
         call = Call("generate", msgspec.Raw(b""), reply)
-        with load._count_ends():
+        with load.count_ends():
             reply.end(call, sglrl.Closed("once"), ())
             assert load.outcomes.duplicated == 0
             reply.end(call, sglrl.Closed("twice"), ())
