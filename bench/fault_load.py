@@ -117,25 +117,25 @@ class Outcomes:
             self.reasons[text] += 1
 
 
-class _Reading:
-    """A running stream: when its tokens arrived, and the strikes on workers that held it."""
+class _Stream:
+    """A running stream: its tokens with their times, and the strikes on workers that held it."""
 
     def __init__(self) -> None:
         self.pieces: list[tuple[float, int]] = []
         self.strikes: list[Strike] = []
 
-    def settle(self, seams: Sequence[int]) -> None:
+    def record_waits(self, continued: Sequence[int]) -> None:
         """Record each strike's wait until the stream continued at another worker.
 
-        Tokens that the struck worker had sent before may still arrive after the strike. They are no
-        continuation.
+        Tokens that the struck worker had sent before may still arrive after the strike. They do
+        not continue the stream.
 
         Args:
-            seams: the positions at which another worker continued.
+            continued: the positions at which another worker continued.
         """
         for strike in self.strikes:
             for at, start in self.pieces:
-                if at > strike.at and start in seams:
+                if at > strike.at and start in continued:
                     strike.waits.append(at - strike.at)
                     break
 
@@ -167,7 +167,7 @@ class Load:
         self.tolerance = tolerance
         self.pause = pause
         self.outcomes = Outcomes()
-        self._readings: dict[bytes, _Reading] = {}
+        self._streams: dict[bytes, _Stream] = {}
         self._stopping = False
 
     @property
@@ -183,13 +183,13 @@ class Load:
 
     @asynccontextmanager
     async def running(self, faults: Callable[[], int], note: Note) -> AsyncIterator[None]:
-        """Run the callers during the block, and tell now and then how their calls ended.
+        """Run the callers during the block, and note now and then how their calls ended.
 
         Args:
             faults: returns the number of faults so far.
         """
 
-        async def tell() -> None:
+        async def show() -> None:
             while True:
                 o = self.outcomes
                 note(
@@ -200,7 +200,7 @@ class Load:
 
         async with asyncio.TaskGroup() as group:
             calls = group.create_task(self.run())
-            notes = group.create_task(tell())
+            notes = group.create_task(show())
             try:
                 yield
             finally:
@@ -218,9 +218,9 @@ class Load:
         for call in member.calls.values():
             if call.state in (SENT, RUNNING):
                 strike.held += 1
-                reading = self._readings.get(call.route.tokens) if call.route else None
-                if reading is not None:
-                    reading.strikes.append(strike)
+                running = self._streams.get(call.route.tokens) if call.route else None
+                if running is not None:
+                    running.strikes.append(strike)
 
     def may_strike(self, worker: int) -> bool:
         """Return whether no call that the worker holds would be given up if the worker died.
@@ -275,7 +275,7 @@ class Load:
         self._check(prompt, answer, made, pieces)
 
     async def _read(self, prompt: Prompt) -> tuple[sglrl.Completion, list[Any]]:
-        reading = self._readings[prompt.key] = _Reading()
+        running = self._streams[prompt.key] = _Stream()
         pieces: list[Any] = []
         position = 0
         stream = self.client.stream(
@@ -283,15 +283,15 @@ class Load:
         )
         try:
             async for chunk in stream:
-                reading.pieces.append((time.monotonic(), position))
+                running.pieces.append((time.monotonic(), position))
                 position += len(chunk.output_ids)
                 pieces.append(chunk)
         finally:
-            del self._readings[prompt.key]
+            del self._streams[prompt.key]
         made = stream.completion
         # ``resumed_at`` does not list a worker that was lost before it had sent a token.
         early = (0,) if made.resumed > len(made.resumed_at) else ()
-        reading.settle(early + made.resumed_at)
+        running.record_waits(early + made.resumed_at)
         return made, pieces
 
     def _check(

@@ -84,7 +84,7 @@ def print_outcomes(
             ("calls submitted", result["submitted"]),
             ("  answered exactly once, as without faults", right),
             *((f"  {what}", result[what]) for what in ("lost", "duplicated", "wrong")),
-            ("calls that another worker went on with", result["resumed"]),
+            ("calls that another worker continued", result["resumed"]),
             ("tokens generated", result["tokens"]),
             ("tokens computed again (prefill)", result["recomputed"]),
             *(more or {}).items(),

@@ -21,9 +21,9 @@ import uvloop
 from .load import percentile
 
 
-def _text(chance: random.Random, words: int) -> str:
+def _text(draw: random.Random, words: int) -> str:
     """Return words of ``gateway_parts.make_model``."""
-    return " ".join(f"w{number}" for number in chance.choices(range(10, 400), k=words))
+    return " ".join(f"w{number}" for number in draw.choices(range(10, 400), k=words))
 
 
 async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
@@ -34,12 +34,12 @@ async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 
 
 async def _stream(
-    http: aiohttp.ClientSession, options: Mapping[str, Any], chance: random.Random
+    http: aiohttp.ClientSession, options: Mapping[str, Any], draw: random.Random
 ) -> tuple[float, float, int]:
     """Return the seconds to the first token and to the end, and the number of tokens."""
     sampling = {"temperature": 1.0, "ignore_eos": True}
     if options["api"] == "generate":
-        ids = chance.choices(range(10, 400), k=options["words"])
+        ids = draw.choices(range(10, 400), k=options["words"])
         body: dict[str, Any] = {
             "input_ids": ids,
             "sampling_params": {**sampling, "max_new_tokens": options["new"]},
@@ -47,7 +47,7 @@ async def _stream(
         }
         path = "/generate"
     else:
-        ask = {"role": "user", "content": _text(chance, options["words"])}
+        ask = {"role": "user", "content": _text(draw, options["words"])}
         body = {**sampling, "model": options["model"], "messages": [ask]}
         body |= {"max_tokens": options["new"], "stream": True}
         body |= {"stream_options": {"include_usage": True}}
@@ -68,13 +68,13 @@ async def _stream(
 
 
 async def _conversation(
-    http: aiohttp.ClientSession, options: Mapping[str, Any], chance: random.Random
+    http: aiohttp.ClientSession, options: Mapping[str, Any], draw: random.Random
 ) -> tuple[float, float, int]:
     """Run the turns of a session that is open."""
     began, tokens, url = time.perf_counter(), 0, options["sessions"].pop()
     messages: list[Any] = []
     for _ in range(options["turns"]):
-        messages.append({"role": "user", "content": _text(chance, options["words"])})
+        messages.append({"role": "user", "content": _text(draw, options["words"])})
         body = {"model": options["model"], "messages": messages, "max_tokens": options["new"]}
         async with http.post(f"{url}/chat/completions", json=body) as answer:
             answer.raise_for_status()

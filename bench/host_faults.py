@@ -21,7 +21,7 @@ from .network import Host, Program
 HEARTBEAT_SECONDS = 3.0
 ORPHAN_SECONDS = 15.0
 _POLL = 0.05
-"""Seconds between looks at the hosts."""
+"""Seconds between checks of the hosts."""
 _PATIENCE = 180.0
 """Seconds that hosts and workers may take until a fault can begin, and to be whole at the end."""
 _DRAIN_SECONDS = 2.0

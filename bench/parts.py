@@ -174,19 +174,19 @@ def _serve(descriptor: int) -> None:
     threading.Thread(target=_die_with_the_bench, args=(descriptor,), daemon=True).start()
     pipe = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
 
-    def say(**message: Any) -> None:
+    def send(**message: Any) -> None:
         pipe.write(json.dumps(message) + "\n")
 
     try:
-        result = pickle.load(sys.stdin.buffer)(lambda text: say(note=text))
+        result = pickle.load(sys.stdin.buffer)(lambda text: send(note=text))
         if inspect.iscoroutine(result):
             import uvloop
 
             result = uvloop.run(result)
-        say(result=result)
+        send(result=result)
     except BaseException as error:
         traceback.print_exc()
-        say(error=f"{type(error).__name__}: {error}")
+        send(error=f"{type(error).__name__}: {error}")
 
 
 def _die_with_the_bench(descriptor: int) -> None:
