@@ -15,7 +15,7 @@ from typing import Any
 
 import sglrl
 
-from .fake_pool import fake_pool
+from .fake_pool import fake_pool, generate_calls
 from .load import closed_loop, settle_collector
 from .parts import Note
 from .payload import TOKENS, Prompts
@@ -64,9 +64,6 @@ async def busy(
         max_running_requests=places,
     ) as client:
 
-        async def call(i: int) -> None:
-            await client.generate(input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True)
-
         async def capacity() -> float:
             """Measure tokens/s of the same engines under full load.
 
@@ -78,7 +75,7 @@ async def busy(
                 return await generated_tokens(client)
 
             counts = asyncio.gather(tokens_after(0.6), tokens_after(0.6 + capacity_seconds))
-            await closed_loop(call, 2 * all_places, capacity_seconds + 0.8, 1)
+            await closed_loop(generate_calls(client), 2 * all_places, capacity_seconds + 0.8, 1)
             (before, begun), (after, ended) = await counts
             return (after - before) / (ended - begun)
 

@@ -17,7 +17,7 @@ from typing import Any
 import psutil
 
 from .fabric_peers import measure_actor
-from .fake_pool import SIMULATED_ENGINE, fake_pool
+from .fake_pool import SIMULATED_ENGINE, fake_pool, generate_calls
 from .load import LoadPlan, closed_loop, cpu_seconds, latency_and_rates, rate_summary
 from .parts import ROOT, Note
 from .payload import LOGPROBS, TOKENS, Prompts
@@ -29,22 +29,17 @@ async def sglrl(
     note: Note, *, replicas: int, address: str, load: LoadPlan, idle_seconds: float
 ) -> dict[str, Any]:
     """Measure the whole client path to fake engines in worker processes."""
-    prompts = Prompts()
     note("starting workers")
     async with fake_pool(replicas=replicas, address=address) as client:
-        generate = client.generate
-        first = await generate(input_ids=prompts[0], max_new_tokens=TOKENS, logprobs=True)
-        assert first.output_ids.tolist() == prompts[0]
+        call = generate_calls(client)
+        first = await call(0)
+        assert first.output_ids.tolist() == Prompts()[0]
         assert first.logprobs is not None
         assert first.logprobs.tolist() == LOGPROBS
-        result = await latency_and_rates(
-            lambda i: generate(input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True),
-            load,
-            note,
-        )
+        result = await latency_and_rates(call, load, note)
 
         async def and_read(i: int) -> None:
-            completion = await generate(input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True)
+            completion = await call(i)
             _ = completion.output_ids, completion.logprobs
 
         note("512 in flight, arrays read")
@@ -271,21 +266,15 @@ async def memory(
     from sglrl.client.client import Client
     from sglrl.control.pool_control import PoolControl
 
-    prompts = Prompts()
     pool: Any = _MemoryPool(workers, routing)
     rates: dict[str, Any] = {}
     async with Client(pool, PoolControl(pool), model="echo", timeout=None) as client:
-        generate = client.generate
+        call = generate_calls(client)
         for level in load.levels:
             note(f"{level} in flight")
             pool.echo_seconds = 0.0
             begun = time.thread_time()
-            windows = await closed_loop(
-                lambda i: generate(input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True),
-                level,
-                load.seconds,
-                load.repeats,
-            )
+            windows = await closed_loop(call, level, load.seconds, load.repeats)
             echo_share = pool.echo_seconds / (time.thread_time() - begun)
             summary = rate_summary(windows)
             summary["driver_us"] = summary["loop_us"] * (1 - echo_share)

@@ -7,7 +7,8 @@ from typing import Any
 import sglrl
 from sglrl.wire.engine import EngineInfo
 
-from .payload import VOCAB
+from .load import Call
+from .payload import TOKENS, VOCAB, Prompts
 
 SIMULATED_ENGINE = EngineInfo(
     model="fake",
@@ -27,3 +28,9 @@ SIMULATED_ENGINE = EngineInfo(
 def fake_pool(**arguments: Any) -> sglrl.Client:
     """Return a pool of fake engines. The arguments are those of ``launch``."""
     return sglrl.launch("fake", engine="fake", vocab_size=VOCAB, **arguments)
+
+
+def generate_calls(client: sglrl.Client) -> Call:
+    """Return a function that makes the i-th call of the payload."""
+    generate, prompts = client.generate, Prompts()
+    return lambda i: generate(input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True)

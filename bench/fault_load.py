@@ -173,7 +173,7 @@ class Load:
     @property
     def _fabric(self) -> Any:
         """The driver's tables. The client does not show which worker holds a call."""
-        return self.client._pool.driver.fabric
+        return self.client.pool.driver.fabric
 
     async def run(self) -> None:
         with self.count_ends():

@@ -19,10 +19,9 @@ import typer
 
 import sglrl
 
-from .fake_pool import fake_pool
+from .fake_pool import fake_pool, generate_calls
 from .load import LoadPlan, closed_loop, rate_summary
 from .parts import ROOT, Note
-from .payload import TOKENS, Prompts
 from .report import Json, Report
 
 _WORKERS = 8
@@ -72,7 +71,6 @@ def main(
 
 async def measure(note: Note, *, nodes: int, load: LoadPlan) -> dict[str, Any]:
     """Return the cost of a call for this program, with simulated nodes."""
-    prompts = Prompts()
     note(f"starting {nodes} nodes")
     begun = time.perf_counter()
     async with (
@@ -83,10 +81,7 @@ async def measure(note: Note, *, nodes: int, load: LoadPlan) -> dict[str, Any]:
         ) as client,
     ):
         figures: dict[str, Any] = {"start_seconds": time.perf_counter() - begun}
-
-        async def call(i: int) -> None:
-            await client.generate(input_ids=prompts[i], max_new_tokens=TOKENS, logprobs=True)
-
+        call = generate_calls(client)
         for level in load.levels:
             note(f"{level} in flight")
             windows = await closed_loop(call, level, load.seconds, load.repeats)
