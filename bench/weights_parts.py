@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,50 +38,24 @@ MODES = {
 """For each row: the mode of ``update_weights``, and whether the engines decode meanwhile."""
 
 
-class WeightCase(NamedTuple):
-    """A model, and the load that decodes while its weights are updated.
-
-    Attributes:
-        model: as in ``cases``.
-        static: share of a GPU's memory for weights and KV cache. The rest has to hold a second
-            copy of the weights.
-        prompt: prompt tokens of each request.
-        new: tokens that each request generates.
-        in_flight: requests in flight at one worker.
-        target_ms: milliseconds allowed for an update end to end, while decoding.
-        paused_target_ms: milliseconds allowed with the engine paused.
-    """
-
-    name: str
-    model: str
-    device: str
-    static: float
-    prompt: int
-    new: int
-    in_flight: int
-    updates: int
-    target_ms: float | None = None
-    paused_target_ms: float | None = None
-
-    @property
-    def engine(self) -> Case:
-        """The model with SGLang's arguments for every system."""
-        on_gpu = self.device == "cuda"
-        dtype, vocab = ("bfloat16", 151_936) if on_gpu else ("float32", 512)
-        extra = {"mem_fraction_static": self.static} if on_gpu else {}
-        load = (self.prompt, self.new, self.in_flight, 0, 0, 1)
-        return Case(self.name, self.model, self.device, dtype, vocab, *load, extra)
+def _on_gpu(name: str, prompt: int, new: int, updates: int) -> Case:
+    """Return a case that leaves half of the GPU's memory for a second copy of the weights."""
+    load = (prompt, new, 96, 0, updates, 1)
+    memory = {"mem_fraction_static": 0.5}
+    return Case(name, f"qwen3-{name}", "cuda", "bfloat16", 151_936, *load, memory)
 
 
 CASES = {
     case.name: case
     for case in (
-        WeightCase("tiny-cpu", "tiny", "cpu", 0.0, 32, 512, 16, 10),
-        WeightCase("0.6b", "qwen3-0.6b", "cuda", 0.5, 128, 2048, 96, 10, 12),
-        WeightCase("8b", "qwen3-8b", "cuda", 0.5, 128, 2048, 96, 10, 60, 50),
-        WeightCase("32b", "qwen3-32b", "cuda", 0.5, 64, 256, 96, 5, 240),
+        Case("tiny-cpu", "tiny", "cpu", "float32", 512, 32, 512, 16, 0, 10),
+        _on_gpu("0.6b", 128, 2048, 10),
+        _on_gpu("8b", 128, 2048, 10),
+        _on_gpu("32b", 64, 256, 5),
     )
 }
+"""Models, and the load that decodes while their weights are updated. ``in_flight`` counts the
+requests at one worker, and ``repeats`` the updates of each kind."""
 
 
 def _tensors(specs: Mapping[str, Any], device: str) -> dict[str, torch.Tensor]:
@@ -101,7 +75,7 @@ def _synchronize(device: str) -> None:
 
 
 async def sglrl(
-    note: Note, *, case: WeightCase, replicas: int, tp_size: int, modes: Sequence[str]
+    note: Note, *, case: Case, replicas: int, tp_size: int, modes: Sequence[str]
 ) -> dict[str, Any]:
     """Measure each of ``modes``. The mode "kept" needs a pool of its own."""
     pool = {"replicas": replicas, "tp_size": tp_size}
@@ -114,15 +88,15 @@ async def sglrl(
 
 
 async def _measure_pool(
-    note: Note, case: WeightCase, modes: Sequence[str], *, replicas: int, **pool: Any
+    note: Note, case: Case, modes: Sequence[str], *, replicas: int, **pool: Any
 ) -> dict[str, Any]:
     """Measure with one pool. ``pool`` are arguments of ``launch``."""
     device = "cpu"
-    if case.device == "cuda":
+    if case.on_gpu:
         device = "cuda:0"
         pool["gpus"] = list(range(1, 1 + replicas * pool["tp_size"]))
     note("starting")
-    client = case.engine.launch(replicas=replicas, **pool)
+    client = case.launch(replicas=replicas, **pool)
     result: dict[str, Any] = {"modes": {}}
     async with client:
         begun = time.perf_counter()
@@ -141,7 +115,7 @@ async def _measure_pool(
             async with _decoding(client, case, replicas if load else 0) as steps:
                 await client.update_weights(weights, mode=mode)
                 reports, returned = [], []
-                for _ in range(case.updates):
+                for _ in range(case.repeats):
                     # Start each update at another point of a decode step.
                     await asyncio.sleep(0.1 + random.random() * 0.05)
                     begun = time.perf_counter()
@@ -166,7 +140,7 @@ async def _measure_pool(
 
 
 @contextlib.asynccontextmanager
-async def _decoding(client: Any, case: WeightCase, replicas: int) -> AsyncIterator[list[float]]:
+async def _decoding(client: Any, case: Case, replicas: int) -> AsyncIterator[list[float]]:
     """Keep every engine busy.
 
     Yields:
@@ -234,17 +208,17 @@ def _timeline(steps: list[float], begun: float, ended: float, report: Any) -> di
 # --- the lower limit ------------------------------------------------------------------------------
 
 
-def bare(note: Note, *, case: WeightCase, receivers: int, size: int) -> dict[str, Any]:
+def bare(note: Note, *, case: Case, receivers: int, size: int) -> dict[str, Any]:
     """Broadcast ``size`` bytes between processes that do nothing else."""
     port = free_port()
-    given = (case.device, str(receivers + 1), str(port), str(size), str(case.updates))
+    given = (case.device, str(receivers + 1), str(port), str(size), str(case.repeats))
     children = [
         subprocess.Popen([sys.executable, "-m", "bench.weights_parts", str(rank), *given], cwd=ROOT)
         for rank in range(1, receivers + 1)
     ]
     note("broadcasting")
     try:
-        times = _broadcast(0, case.device, receivers + 1, port, size, case.updates)
+        times = _broadcast(0, case.device, receivers + 1, port, size, case.repeats)
     finally:
         for child in children:
             try:
@@ -284,11 +258,11 @@ Ask = Callable[..., None]
 """``ask(endpoint, **fields)`` makes one of SGLang's requests and waits for its answer."""
 
 
-def _sglang_arguments(case: WeightCase) -> dict[str, Any]:
-    return case.engine.server_arguments(skip_tokenizer_init=True, base_gpu_id=1, log_level="error")
+def _sglang_arguments(case: Case) -> dict[str, Any]:
+    return case.server_arguments(skip_tokenizer_init=True, base_gpu_id=1, log_level="error")
 
 
-def sglang_engine(note: Note, *, case: WeightCase, **given: Any) -> dict[str, Any]:
+def sglang_engine(note: Note, *, case: Case, **given: Any) -> dict[str, Any]:
     """Measure SGLang's own ways, called through ``sglang.Engine`` in this process."""
     import sglang
 
@@ -306,7 +280,7 @@ def sglang_engine(note: Note, *, case: WeightCase, **given: Any) -> dict[str, An
         engine.shutdown()
 
 
-def sglang_http(note: Note, *, case: WeightCase, **given: Any) -> dict[str, Any]:
+def sglang_http(note: Note, *, case: Case, **given: Any) -> dict[str, Any]:
     """Measure SGLang's own ways, called over one persistent connection to its HTTP server."""
     note("starting")
     with sglang_server(_sglang_arguments(case)) as port:
