@@ -10,16 +10,17 @@ import asyncio
 import random
 import statistics
 import time
-from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import Annotated, Any
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from typing import Annotated
 
 import typer
 
 import sglrl
 
-from .cases import CASES, engine_arguments, model_folder
-from .report import console, machine, number, print_note, table, write_json
+from .cases import CASES
+from .parts import Note, Part
+from .report import Json, Report, ratio
 
 Load = Callable[[sglrl.Client, int], Awaitable[int]]
 """Run one repetition, and return how many units it had."""
@@ -90,16 +91,13 @@ LOADS: dict[str, Load] = {
 }
 
 
-async def _measure(
-    folder: Path, arguments: dict[str, Any], names: list[str], repeats: int
-) -> dict[str, float]:
-    """Return the median rate of each load."""
+async def measure(note: Note, *, case: str, names: Sequence[str], repeats: int) -> dict[str, float]:
+    """Return the median rate of each load with these accelerations."""
     rates: dict[str, float] = {}
-    async with sglrl.launch(folder, accelerations=names, **arguments) as client:
-        missing = set(names) - set(client.info.accelerations)
-        if missing:
-            console.print(f"off here: {', '.join(sorted(missing))}")
+    chosen = CASES[case]._replace(in_flight=256)
+    async with chosen.launch(accelerations=list(names)) as client:
         for load, run in LOADS.items():
+            note(load)
             found = []
             for repetition in range(repeats + 1):
                 await client.flush_cache()
@@ -113,36 +111,36 @@ async def _measure(
 
 def main(
     case: Annotated[str, typer.Option(help="tiny-cpu, 0.6b or 8b.")] = "0.6b",
-    name: Annotated[
+    without: Annotated[
         list[str] | None, typer.Option(help="Only without this acceleration; repeatable.")
     ] = None,
     repeat: Annotated[int, typer.Option(min=1, help="Repetitions; the median counts.")] = 3,
-    json: Annotated[Path | None, typer.Option(help="Write all figures to this file.")] = None,
+    json: Json = None,
 ) -> None:
     """Measure four loads with all accelerations, and without each of them."""
-    chosen = CASES[case]
-    arguments = engine_arguments(chosen._replace(in_flight=256), {}) | {
-        "device": chosen.device,
-        "dtype": chosen.dtype,
+    report = Report("accelerations", json)
+    known = (*_NAMES, "parameter_arena")
+    plan: dict[str, Part] = {
+        name or "all": partial(
+            measure, case=case, names=[one for one in known if one != name], repeats=repeat
+        )
+        for name in ("", *(without or _NAMES))
     }
-    folder = model_folder(chosen)
-    known = [*_NAMES, "parameter_arena"]
-    results: dict[str, dict[str, float]] = {}
-    for without in ("", *(name or _NAMES)):
-        names = [one for one in known if one != without]
-        found = asyncio.run(_measure(folder, arguments, names, repeat))
-        results[without or "all"] = found
-        rates = ", ".join(f"{load} {rate:,.0f}" for load, rate in found.items())
-        print_note(f"{case} without {without or 'none'}: {rates}")
-    every = results.pop("all")
-    rows = [
-        (load, number(every[load]), *[f"{every[load] / one[load]:.2f}" for one in results.values()])
-        for load in LOADS
-    ]
-    title = f"{case}: rate with all accelerations, and the gain of each"
-    table(title, ("load", "all", *results), rows)
-    document = {"machine": machine(), "case": case, "all": every, "without": results}
-    write_json(json, document, [])
+    results = report.measure(plan, env=CASES[case].environment)
+    every = results.pop("all", {})
+    report.table(
+        f"{case}: rate with all accelerations, and the gain of each",
+        ("load", "all", *results),
+        [
+            (
+                load,
+                every.get(load),
+                *[ratio(every.get(load), one[load]) for one in results.values()],
+            )
+            for load in LOADS
+        ],
+    )
+    report.finish(case=case, all=every, without=results)
 
 
 if __name__ == "__main__":
