@@ -20,7 +20,7 @@ from sglang.srt.server_args import PortArgs
 from sglrl_workers.engine.sglang import compat
 
 from .cases import Case, prompts
-from .engine_parts import TEMPERATURE, Repetitions
+from .repetitions import TEMPERATURE, Repetitions
 
 
 class Feed:

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sized
+from typing import Any, Protocol
 
 from sglrl.errors import InvalidRequest
 from sglrl.wire.engine import EngineStats
 
 from .protocol import check_mode, check_sleep
 
-if TYPE_CHECKING:
-    from .fake import FakeEngine
+
+class FakeState(Protocol):
+    """The parts of the fake engine that its controls use. ``FakeEngine`` documents them."""
+
+    model: str
+    stopped: bool
+    asleep: tuple[str, ...]
+    empty: bool
+
+    @property
+    def requests(self) -> Sized: ...
+
+    def stats(self) -> EngineStats: ...
+
+    def abort_all(self) -> int: ...
+
+    def go_on(self) -> None: ...
 
 
 class FakeControls:
     """Serves the control endpoints. See ``Engine.controls``."""
 
-    def __init__(self, engine: FakeEngine) -> None:
+    def __init__(self, engine: FakeState) -> None:
         self._engine = engine
 
     def stats(self, id_: int) -> EngineStats:

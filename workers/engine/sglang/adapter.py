@@ -39,7 +39,6 @@ from .aborts import Aborts
 from .accelerations.queries import Known
 from .commands import Report, Resume
 from .controls import Controls
-from .draining import Draining
 from .lora_calls import LoraArgs, LoraCalls
 from .next_token import Rows
 from .patches import logit_processors, routed_experts
@@ -70,8 +69,8 @@ class Adapter(RequestTable):
         self.accelerations: tuple[str, ...] = ()
         """The accelerations of SGLang that are on."""
         self.aborts = Aborts(self)
-        self.controls = Controls(self)
-        self.draining = Draining(self, self.aborts, self.controls.slept, self.controls.paused)
+        self.controls = Controls(self, self.aborts)
+        self.draining = self.controls.draining
         self.lora = LoraCalls(self, self.aborts)
         self.rows: Rows | None = None
         """Next-token logprobs of the batch whose results are being processed."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang.srt.managers.io_struct import FlushCacheReqInput, ProfileReq, ProfileReqOutput
 
@@ -11,31 +11,33 @@ from sglrl.wire.engine import EngineStats, TensorValue
 
 from ..protocol import LATER, Later, check_mode, check_sleep
 from . import convert, inspection
+from .aborts import Aborts
 from .commands import PauseCommand, SleepCommand
+from .draining import Draining
 from .reports import engine_stats
-
-if TYPE_CHECKING:
-    from .adapter import Adapter
+from .request_table import RequestTable
 
 
 class Controls:
     """Serves the control endpoints. See ``Engine.controls``."""
 
-    def __init__(self, adapter: Adapter) -> None:
-        self._adapter = adapter
-        self._mailbox = adapter.mailbox
+    def __init__(self, table: RequestTable, aborts: Aborts) -> None:
+        self._table = table
+        self._aborts = aborts
+        self._mailbox = table.mailbox
+        self.draining = Draining(table, aborts, self.slept, self.paused)
         self._profiling = inspection.Profiling()
         self._flushes: list[int] = []
         """Calls that wait for an empty prefix cache."""
 
     def stats(self, id_: int) -> EngineStats:
-        return engine_stats(self._adapter, self._adapter.draining.drains)
+        return engine_stats(self._table, self.draining.drains)
 
     def server_info(self, id_: int) -> dict[str, Any]:
-        return inspection.server_info(self._adapter.scheduler)
+        return inspection.server_info(self._table.scheduler)
 
     def get_weights(self, id_: int, names: list[str]) -> list[TensorValue]:
-        scheduler = self._adapter.scheduler
+        scheduler = self._table.scheduler
         if "weights" in scheduler.sglrl_sleep.asleep:
             raise InvalidRequest('the weights are asleep: await client.wake(["weights"]) first')
         if scheduler.sglrl_sleep.empty:
@@ -46,23 +48,23 @@ class Controls:
 
     def abort(self, id_: int) -> int:
         # In a paused engine no running request finishes: "wait" returns them to the queue first.
-        return self._adapter.aborts.all("wait")
+        return self._aborts.all("wait")
 
     def pause(self, id_: int, mode: str) -> Later:
         check_mode(mode)
         if mode == "abort":
-            self._adapter.aborts.all("back")
+            self._aborts.all("back")
             mode = "in_place"
-        self._adapter.draining.pause(PauseCommand(id_, mode))
+        self.draining.pause(PauseCommand(id_, mode))
         return LATER
 
     def resume(self, id_: int) -> Later:
-        self._adapter.draining.pause(PauseCommand(id_, ""))
+        self.draining.pause(PauseCommand(id_, ""))
         return LATER
 
     def sleep(self, id_: int, asleep: tuple[str, ...], inflight: str, keep_weights: bool) -> Later:
         check_sleep(asleep, inflight)
-        self._adapter.draining.sleep(SleepCommand(id_, asleep, inflight, keep_weights))
+        self.draining.sleep(SleepCommand(id_, asleep, inflight, keep_weights))
         return LATER
 
     def flush_cache(self, id_: int) -> Later:
@@ -78,11 +80,11 @@ class Controls:
         record_shapes: bool,
     ) -> Later:
         started = self._profiling.start(id_, folder, activities, with_stack, record_shapes)
-        self._adapter.incoming.append(started)
+        self._table.incoming.append(started)
         return LATER
 
     def stop_profile(self, id_: int) -> Later:
-        self._adapter.incoming.append(self._profiling.stop(id_))
+        self._table.incoming.append(self._profiling.stop(id_))
         return LATER
 
     # --- answers that come later ------------------------------------------------------------------
@@ -100,11 +102,11 @@ class Controls:
         """
         if not self._flushes:
             return
-        if self._adapter.requests:
+        if self._table.requests:
             self.flushed(False)
-        elif self._adapter.scheduler.is_fully_idle():
-            self._adapter.incoming.append(FlushCacheReqInput())
-        elif self._adapter.scheduler.sglrl_paused:
+        elif self._table.scheduler.is_fully_idle():
+            self._table.incoming.append(FlushCacheReqInput())
+        elif self._table.scheduler.sglrl_paused:
             # A paused loop has no next turn.
             self.flushed(False)
 
