@@ -33,7 +33,7 @@ from pathlib import Path
 
 import msgspec
 
-from sglrl.system_limits import explain, reason
+from sglrl.transport.system_limits import explain, reason
 from sglrl.wire.codec import encode
 from sglrl.wire.processes import (
     Dump,

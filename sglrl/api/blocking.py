@@ -20,7 +20,7 @@ from ..remote.client import connect
 from ..rollouts.agent import Agent
 from ..rollouts.run import Rollout, rollout
 from ..sessions.session import Session
-from ..system_limits import start_thread
+from ..transport.system_limits import start_thread
 from ..weights.update_report import UpdateReport
 from .blocking_rollout import BlockingRollout
 from .client_thread import ClientThread, plain

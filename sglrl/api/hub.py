@@ -7,8 +7,8 @@ import threading
 
 from ..driver.from_thread import Finish, from_thread
 from ..errors import ModelError
-from ..hub_errors import explanation
-from ..system_limits import start_thread
+from ..inference.hub_errors import explanation
+from ..transport.system_limits import start_thread
 
 _SECONDS = 5.0
 """Seconds in which the hub must answer a request."""

@@ -11,7 +11,7 @@ import msgspec
 
 from ..config import install
 from ..errors import UsageError
-from ..system_limits import reason
+from ..transport.system_limits import reason
 from ..version import __version__
 from ..wire.processes import Environment
 

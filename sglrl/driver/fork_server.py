@@ -38,7 +38,7 @@ import msgspec
 from ..config import install
 from ..core.hangs import HangDetector
 from ..errors import WorkerStartError
-from ..system_limits import no_file, reason
+from ..transport.system_limits import no_file, reason
 from ..wire.codec import encode
 from ..wire.processes import Dump, Exited, Forked, FromForkServer, Kill, Ping, Pong, Warm
 from .temporary_folders import make_folder, remove_folder

@@ -16,7 +16,7 @@ import msgspec
 
 from ..config import as_utf8, is_text
 from ..errors import WorkerStartError
-from ..system_limits import no_file
+from ..transport.system_limits import no_file
 from ..wire.codec import encode
 from ..wire.processes import ActorSpec, Dump, EngineSpec, Fork, Kill, WorkerSpec
 from .fork_server import (

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from ..errors import SglrlError, UsageError
-from ..system_limits import no_file
+from ..transport.system_limits import no_file
 from ..wire.calls import Ready
 from ..wire.processes import Dump, Kill, WorkerSpec
 from .launcher import RANKS, Launcher

@@ -19,7 +19,7 @@ from ..driver.environment import environment
 from ..driver.launcher import RANKS, Birth
 from ..driver.temporary_folders import make_folder, remove_folder
 from ..errors import NotEnoughDevices, UsageError, WorkerStartError
-from ..system_limits import no_file
+from ..transport.system_limits import no_file
 from ..wire.codec import encode
 from ..wire.nodes import FromNode, FromPool, OpenPool, Output, PoolOpened, ToPool
 from ..wire.processes import Dump, EngineSpec, Exited, Fork, Forked, Kill, WorkerSpec

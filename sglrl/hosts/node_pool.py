@@ -16,7 +16,7 @@ import msgspec
 
 from ..driver.fork_server import ForkConnection, ForkServer, fork_server, import_variables
 from ..errors import SglrlError, WorkerStartError
-from ..system_limits import no_file
+from ..transport.system_limits import no_file
 from ..wire.codec import encode
 from ..wire.nodes import FromNode, FromPool, Output, PoolOpened
 from ..wire.processes import Dump, EngineSpec, Exited, Fork, Forked, Kill

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from ..config import is_text, type_of
 from ..errors import InvalidRequest
-from ..system_limits import start_thread
+from ..transport.system_limits import start_thread
 from .roles import Roles
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Final
 
-from ..system_limits import start_thread
+from ..transport.system_limits import start_thread
 
 logger = logging.getLogger("sglrl.rollout")
 

@@ -16,7 +16,7 @@ from ..config import check_timeout
 from ..errors import ToolError, UsageError, WorkerLost
 from ..inference.completion import Completion
 from ..inference.message import ToolCall
-from ..system_limits import start_thread
+from ..transport.system_limits import start_thread
 
 Tool = Callable[..., Any]
 """Called with the arguments of a call, by name. It returns the result, or an awaitable of it."""

@@ -139,7 +139,7 @@ def test_the_threads_of_a_check_are_gone_when_it_returns() -> None:
     """They would count while a library starts its own threads."""
     program = """
         import os
-        from sglrl.system_limits import check_threads
+        from sglrl.transport.system_limits import check_threads
 
         for _ in range(1000):
             check_threads(4)

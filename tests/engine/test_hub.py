@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from huggingface_hub import snapshot_download
 
-from sglrl.hub_errors import unfetched
+from sglrl.inference.hub_errors import unfetched
 
 NAME = "some-owner/no-such-model"
 LAUNCHES = """

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from sglrl.errors import EngineError
-from sglrl.system_limits import available_memory
+from sglrl.transport.system_limits import available_memory
 
 Ranges = Sequence[tuple[int, int]]
 """First byte, and last byte plus one, of each part."""

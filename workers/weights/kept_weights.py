@@ -14,7 +14,7 @@ import msgspec
 import torch
 
 from sglrl.errors import WeightUpdateError
-from sglrl.system_limits import available_memory
+from sglrl.transport.system_limits import available_memory
 from sglrl.weights.bucket_sender import perform
 from sglrl.weights.link import Link
 from sglrl.wire.weights import KeepWeights, RankAnswer, RestoreWeights

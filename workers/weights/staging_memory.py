@@ -8,7 +8,7 @@ import torch
 
 from sglrl.core.manifest import Layout
 from sglrl.errors import InvalidWeights
-from sglrl.system_limits import available_memory
+from sglrl.transport.system_limits import available_memory
 
 from .double_buffer import SPARE_BYTES
 

@@ -13,9 +13,9 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from ...errors import Closed, UsageError
-from ...system_limits import start_thread
 from ...wire.processes import ClientKeys
 from ..base import Frame, OnWorkerMessage
+from ..system_limits import start_thread
 from .pump import Pump, close_with
 from .sockets import Socket, close_socket, open_socket, send_frames
 

@@ -8,8 +8,8 @@ from typing import Final
 
 import zmq
 
-from ...system_limits import check_threads
 from ..base import Frame
+from ..system_limits import check_threads
 
 Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]

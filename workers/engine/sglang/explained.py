@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from sglrl.errors import SglrlError
-from sglrl.hub_errors import unfetched
+from sglrl.inference.hub_errors import unfetched
 
 
 @contextmanager

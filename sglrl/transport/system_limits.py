@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 
-from .errors import WorkerStartError
+from ..errors import WorkerStartError
 
 
 def no_file(folder: str | Path, error: OSError) -> WorkerStartError:
