@@ -29,10 +29,10 @@ from ..driver.worker_info import describe
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
 from ..inference.completion_parser import CompletionParser, completion_parser
-from ..inference.options import GenerateOptions, MessageOptions, SamplingOptions
+from ..inference.options import GenerateOptions, MessageOptions
 from ..inference.prompts import Message, as_messages, check_given_ids, template_arguments
 from ..inference.requests import Requests
-from ..inference.sampling import SamplingParams
+from ..inference.sampling import SamplingOptions, SamplingParams
 from ..inference.stream import Stream
 from ..inference.tokens import TokenIds, TokenizerBox, check_ids
 from ..inference.tool_choice import ToolChoice

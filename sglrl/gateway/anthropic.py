@@ -20,17 +20,17 @@ from .anthropic_messages import Content, InputMessage, openai_messages
 from .anthropic_tools import openai_tools
 from .dialect import (
     Dialect,
+    FlatBody,
     Message,
     NewTokens,
     Part,
-    SamplingFields,
     TurnRequest,
-    check_limit,
     decode_body,
     event,
     template_of,
 )
 from .errors import HttpError
+from .sampling_body import sampling_fields
 
 COUNT_PATH: Final = "/v1/messages/count_tokens"
 """The endpoint that counts the tokens of a prompt, without the prefix of a session."""
@@ -85,14 +85,13 @@ class OutputConfig(msgspec.Struct, frozen=True):
     effort: str | None = None
 
 
-class MessagesRequest(SamplingFields, frozen=True, kw_only=True):
+@sampling_fields("anthropic")
+class MessagesRequest(FlatBody, frozen=True, kw_only=True):
     """The body of a request."""
 
     messages: list[InputMessage]
     model: str = ""
     system: Content | None = None
-    max_tokens: int | None = None
-    stop_sequences: list[str] | None = None
     stream: bool | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: ToolChoice | None = None
@@ -112,8 +111,6 @@ class MessagesRequest(SamplingFields, frozen=True, kw_only=True):
             stream=bool(self.stream),
             sampling={
                 **self.given_sampling(),
-                **check_limit("max_tokens", self.max_tokens),
-                **self._stop(),
                 **_grammar(self.output_config),
             },
             tool_choice=_choice_of(choice),
@@ -123,10 +120,7 @@ class MessagesRequest(SamplingFields, frozen=True, kw_only=True):
             left_out=tools.left_out,
             chat_template_kwargs=template_of(self._effort(), None, self.chat_template_kwargs),
             priority=self.priority or 0,
-            names=self.names(
-                json_schema="output_config.format",
-                **({"stop": "stop_sequences"} if self.stop_sequences else {}),
-            ),
+            names={**self.sampling_names(), "json_schema": "output_config.format"},
         )
         return [made]
 
@@ -138,11 +132,6 @@ class MessagesRequest(SamplingFields, frozen=True, kw_only=True):
         if self.thinking is not None and self.thinking.type == "disabled":
             return "none"
         return None if self.output_config is None else self.output_config.effort
-
-    def _stop(self) -> dict[str, Any]:
-        if self.stop and self.stop_sequences:
-            raise InvalidRequest("stop and stop_sequences are the same: give one of them")
-        return {"stop": self.stop_sequences} if self.stop_sequences else {}
 
 
 def parse(body: bytes) -> MessagesRequest:
@@ -314,7 +303,7 @@ class MessagesAnswer:
         if message.get("tool_calls") and not cuts_call(completion):
             stop = "tool_use"
         elif completion.finish_reason == "length":
-            most = self._request.max_tokens
+            most = self._request.given_sampling().get("max_new_tokens")
             reached = most is not None and len(completion.output_ids) >= most
             stop = "max_tokens" if reached else "model_context_window_exceeded"
         elif completion.finish_reason == "abort":

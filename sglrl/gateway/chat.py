@@ -20,13 +20,12 @@ from .answers import cuts_call, message_of, token_text, unsent, weight_versions
 from .dialect import (
     DONE,
     Dialect,
+    FlatBody,
     Message,
     NewTokens,
     Part,
-    SamplingFields,
     TurnRequest,
     check_choices,
-    check_limit,
     decode_body,
     event,
     openai_error,
@@ -35,6 +34,7 @@ from .dialect import (
 from .errors import HttpError
 from .prompt_logprobs import Scored, by_token, check_whole, wanted_of
 from .routed_experts import check_experts, experts_of, given_experts
+from .sampling_body import sampling_fields
 from .structured_outputs import grammar_names, with_structured_outputs
 from .token_answers import reasoning_tokens, token_rows, usage_of_prompts
 from .tool_kinds import arguments_of, custom_function, input_of
@@ -71,13 +71,12 @@ class ResponseFormat(msgspec.Struct, frozen=True):
     triggers: list[str] | None = None
 
 
-class ChatRequest(SamplingFields, frozen=True, kw_only=True):
+@sampling_fields("chat")
+class ChatRequest(FlatBody, frozen=True, kw_only=True):
     """The body of a request."""
 
     messages: list[Message]
     model: str = ""
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
     n: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -106,12 +105,10 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
         tools = _functions_of(self.tools or ())
         sampling = {
             **self.given_sampling(),
-            **self._limit(),
             **grammar_of(self.response_format),
             **given_experts(self.return_routed_experts, self.routed_experts_start_len),
         }
         check_experts(self.return_routed_experts, self.n)
-        new = self.max_completion_tokens is not None
         made = TurnRequest(
             messages=[_known_message(message) for message in self.messages],
             choices=check_choices(self.n),
@@ -128,11 +125,11 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
             ),
             priority=self.priority or 0,
             lora=self.lora_path or "",
-            names=self.names(
-                max_new_tokens="max_completion_tokens" if new else "max_tokens",
-                input_ids="tokens",
+            names={
+                **self.sampling_names(),
+                "input_ids": "tokens",
                 **grammar_names(self.response_format, self.structured_outputs),
-            ),
+            },
         )
         return [made]
 
@@ -144,13 +141,6 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
     def _top_of_prompt(self) -> int | None:
         """The number of the likeliest tokens of the prompt. prime-rl's clients send true for 1."""
         return None if self.prompt_logprobs in (None, False) else int(self.prompt_logprobs or 0)
-
-    def _limit(self) -> dict[str, int]:
-        old = check_limit("max_tokens", self.max_tokens)
-        new = check_limit("max_completion_tokens", self.max_completion_tokens)
-        if old and new and old != new:
-            raise InvalidRequest("max_tokens and max_completion_tokens differ: give one of them")
-        return new or old
 
     def _tool_choice(self) -> Any:
         choice = self.tool_choice

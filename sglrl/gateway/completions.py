@@ -24,12 +24,11 @@ from .chat import ResponseFormat, StreamOptions, grammar_of
 from .dialect import (
     DONE,
     Dialect,
+    FlatBody,
     Progress,
-    SamplingFields,
     Sent,
     TurnRequest,
     check_choices,
-    check_limit,
     decode_body,
     event,
     openai_error,
@@ -38,6 +37,7 @@ from .errors import HttpError
 from .prompt_logprobs import Scored, Wanted, by_token, check_whole, wanted_of
 from .prompts import check_completions, prompts_of
 from .routed_experts import check_experts, experts_of, given_experts
+from .sampling_body import sampling_fields
 from .structured_outputs import grammar_names, with_structured_outputs
 from .token_answers import token_rows, usage_of_prompts
 
@@ -45,7 +45,8 @@ DEFAULT_MAX_TOKENS: Final = 16
 _CONTEXT_TOKENS: Final = 16
 
 
-class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
+@sampling_fields("completions")
+class CompletionRequest(FlatBody, frozen=True, kw_only=True):
     """The body of a request."""
 
     prompt: str | list[Any]
@@ -54,7 +55,6 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
     return_tokens_as_token_ids: bool | None = None
-    max_tokens: int | None = None
     n: int | None = None
     prompt_logprobs: int | None = None
     response_format: ResponseFormat | None = None
@@ -81,19 +81,19 @@ class CompletionRequest(SamplingFields, frozen=True, kw_only=True):
             raise InvalidRequest("chat_template_kwargs is for messages: omit it")
         sampling = {
             "max_new_tokens": DEFAULT_MAX_TOKENS,
-            **self.given_sampling(),
-            **check_limit("max_tokens", self.max_tokens, least=0),
+            **self.given_sampling(least_tokens=0),
             **grammar_of(self.response_format),
             **given_experts(self.return_routed_experts, self.routed_experts_start_len),
         }
         check_experts(self.return_routed_experts, len(prompts) * choices)
-        if self.max_tokens == 0 and self.return_routed_experts:
+        if sampling["max_new_tokens"] == 0 and self.return_routed_experts:
             raise InvalidRequest("max_tokens=0 samples no token, so it has no routed experts")
-        names = self.names(
-            top_logprobs="logprobs",
-            input_ids="prompt",
+        names = {
+            **self.sampling_names(),
+            "top_logprobs": "logprobs",
+            "input_ids": "prompt",
             **grammar_names(self.response_format, self.structured_outputs),
-        )
+        }
         return [
             TurnRequest(
                 prompt=prompt,

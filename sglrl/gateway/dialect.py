@@ -21,6 +21,7 @@ from ..wire.malformed import malformed
 from .accepted_fields import Fields
 from .errors import HttpError
 from .prompt_logprobs import Wanted
+from .sampling_body import SamplingBody
 
 _T = TypeVar("_T")
 Message = dict[str, Any]
@@ -216,66 +217,17 @@ class Dialect(NamedTuple):
     tokens: bool = False
 
 
-class CommonSampling(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of ``SamplingParams`` that all APIs call the same."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
-    seed: int | None = None
-    frequency_penalty: float | None = None
-    presence_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
-    ignore_eos: bool | None = None
-    skip_special_tokens: bool | None = None
-
-
-class SamplingFields(CommonSampling, frozen=True, kw_only=True):
-    """Fields of requests that OpenAI's and Anthropic's dialects call the same.
+class FlatBody(SamplingBody, frozen=True, kw_only=True):
+    """The body of a request of OpenAI's or Anthropic's APIs.
 
     Attributes:
-        temperature, ...: the fields of ``SamplingParams`` with these names.
         chat_template_kwargs, priority: see ``TurnRequest``.
         return_token_ids: add the tokens of the prompt and of each choice to the answer.
     """
 
-    stop_regex: str | list[str] | None = None
-    no_stop_trim: bool | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    min_tokens: int | None = None
-
     chat_template_kwargs: dict[str, Any] | None = None
     priority: int | None = None
     return_token_ids: bool | None = None
-
-    def given_sampling(self) -> dict[str, Any]:
-        """Return the fields of ``SamplingParams`` that are given."""
-        found = {name: getattr(self, name) for name in _SAMPLING}
-        found["min_new_tokens"] = self.min_tokens
-        if self.top_k == 0:
-            # vLLM's clients mean all tokens.
-            found["top_k"] = -1
-        return {name: value for name, value in found.items() if value is not None}
-
-    def names(self, **names: str) -> dict[str, str]:
-        """Return ``TurnRequest.names`` of a dialect.
-
-        Args:
-            names: those of this dialect.
-        """
-        return {"min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens", **names}
-
-
-_SAMPLING: Final = tuple(
-    name
-    for name in SamplingFields.__struct_fields__
-    if name not in ("chat_template_kwargs", "min_tokens", "priority", "return_token_ids")
-)
 
 
 def decode_body(body: bytes, kind: type[_T], fields: Fields = _NO_FIELDS) -> _T:
@@ -410,19 +362,6 @@ def check_choices(choices: int | None) -> int:
     if not 1 <= found <= MOST_CHOICES:
         raise InvalidRequest(f"n must be in 1..{MOST_CHOICES}, got {found}")
     return found
-
-
-def check_limit(name: str, value: int | None, least: int = 1) -> dict[str, int]:
-    """Return ``max_new_tokens`` of a field that limits the tokens, if it is given.
-
-    Raises:
-        InvalidRequest: it is less than ``least``.
-    """
-    if value is None:
-        return {}
-    if value < least:
-        raise InvalidRequest(f"{name} must be at least {least}, got {value}")
-    return {"max_new_tokens": value}
 
 
 def template_of(

@@ -16,17 +16,17 @@ from ..errors import InvalidRequest
 from .accepted_fields import RESPONSE_FIELDS
 from .dialect import (
     Dialect,
+    FlatBody,
     Message,
-    SamplingFields,
     Stored,
     TurnRequest,
-    check_limit,
     decode_body,
     openai_error,
     template_of,
 )
 from .response_answers import ResponsesAnswer
 from .response_items import check_fields, choice_of, messages_of, tools_of
+from .sampling_body import sampling_fields
 
 _LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDES: Final = (
@@ -50,14 +50,14 @@ class StreamOptions(msgspec.Struct, frozen=True):
     include_obfuscation: bool = False
 
 
-class ResponsesRequest(SamplingFields, frozen=True, kw_only=True):
+@sampling_fields("responses")
+class ResponsesRequest(FlatBody, frozen=True, kw_only=True):
     """The fields of a request."""
 
     input: str | list[dict[str, Any]] | None = None
     model: str = ""
     include: list[str] | None = None
     instructions: str | None = None
-    max_output_tokens: int | None = None
     metadata: dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     previous_response_id: str | None = None
@@ -98,11 +98,10 @@ class ResponsesBody(msgspec.Struct, frozen=True):
         if given.instructions:
             first.append({"role": "system", "content": given.instructions})
         tools = tools_of(given.tools)
-        limit = check_limit("max_output_tokens", given.max_output_tokens)
         made = TurnRequest(
             messages=[*first, *messages],
             stream=bool(given.stream),
-            sampling={**given.given_sampling(), **limit, **_grammar(given.text or {})},
+            sampling={**given.given_sampling(), **_grammar(given.text or {})},
             tool_choice=choice_of(given.tool_choice),
             parallel_tool_calls=given.parallel_tool_calls is not False or not tools.functions,
             top_logprobs=given.top_logprobs or 0,
@@ -119,25 +118,26 @@ class ResponsesBody(msgspec.Struct, frozen=True):
                 previous=given.previous_response_id or "",
                 unstored=len(first),
             ),
-            names=given.names(max_new_tokens="max_output_tokens", json_schema="text.format"),
+            names={**given.sampling_names(), "json_schema": "text.format"},
         )
         return [made]
 
     def answer(self, model: str, call_ids: str) -> ResponsesAnswer:
         given = self.fields
+        sampling = given.given_sampling()
         shown = {
             "instructions": given.instructions,
-            "max_output_tokens": given.max_output_tokens,
+            "max_output_tokens": sampling.get("max_new_tokens"),
             "metadata": given.metadata or {},
             "parallel_tool_calls": given.parallel_tool_calls is not False,
             "previous_response_id": given.previous_response_id,
             "reasoning": {"effort": None, "summary": None, **(given.reasoning or {})},
-            "temperature": 1.0 if given.temperature is None else given.temperature,
+            "temperature": sampling.get("temperature", 1.0),
             "text": {"format": {"type": "text"}, **(given.text or {})},
             "tool_choice": given.tool_choice or "auto",
             "tools": given.tools or [],
             "top_logprobs": given.top_logprobs or 0,
-            "top_p": 1.0 if given.top_p is None else given.top_p,
+            "top_p": sampling.get("top_p", 1.0),
             "truncation": "disabled",
         }
         head = {"id": self.id, "object": "response", "created_at": self.created, "model": model}

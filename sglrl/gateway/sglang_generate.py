@@ -15,12 +15,11 @@ import msgspec
 
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
-from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS, own_names
+from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS
 from .accepted_fields import SGLANG_FIELDS
 from .answers import weight_versions
 from .dialect import (
     DONE,
-    CommonSampling,
     Dialect,
     Progress,
     Sent,
@@ -34,28 +33,18 @@ from .errors import HttpError
 from .prompt_logprobs import Scored, Wanted, check_whole
 from .prompts import Prompt, check_completions, prompts_of
 from .routed_experts import experts_of, given_experts
+from .sampling_body import SamplingBody, sampling_fields
 from .token_answers import token_rows
 
 _T = TypeVar("_T")
-_SEED: Final = {"seed": "sampling_seed"}
 _SAMPLING_PART: Final[dict[str, str]] = {"where": "sampling_params", "part": "sampling_params."}
 
 
-class _Sampling(CommonSampling, frozen=True, kw_only=True):
+@sampling_fields("sglang")
+class _Sampling(SamplingBody, frozen=True, kw_only=True):
     """``sampling_params``, with SGLang's names, and our ``logit_processor``."""
 
-    max_new_tokens: int | None = None
-    min_new_tokens: int | None = None
     n: int | None = None
-    stop_regex: str | list[str] | None = None
-    no_stop_trim: bool | None = None
-    sampling_seed: int | None = None
-    json_schema: str | dict[str, Any] | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    structural_tag: str | dict[str, Any] | None = None
-    logit_processor: str | None = None
-    custom_params: dict[str, Any] | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,7 +119,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
                     rid=rids[at],
                     lora=adapters[at] or "",
                     names={
-                        **({} if params[at].sampling_seed is None else _SEED),
+                        **params[at].sampling_names(),
                         "top_logprobs": "top_logprobs_num",
                         "lora": "lora_path",
                     },
@@ -214,15 +203,11 @@ def _each(name: str, value: _T | list[_T] | None, default: _T, count: int) -> li
 
 def _given(params: _Sampling, fields: Any, at: int) -> dict[str, Any]:
     """Return the fields of ``SamplingParams`` that are given."""
-    found = {
-        name: value
-        for name, value in msgspec.structs.asdict(params).items()
-        if value is not None and name != "n"
-    }
+    found = params.given_sampling(least_tokens=0)
     given = fields[at] if isinstance(fields, list) else fields or {}
     if "max_new_tokens" not in given:
         found["max_new_tokens"] = DEFAULT_MAX_NEW_TOKENS
-    return own_names(found)
+    return found
 
 
 def parse(body: bytes) -> GenerateRequest:

@@ -15,19 +15,16 @@ import msgspec
 
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
-from ..inference.sampling import own_names
 from .accepted_fields import VLLM_FIELDS
 from .answers import weight_versions
 from .chat import StreamOptions
 from .dialect import (
     DONE,
-    CommonSampling,
     Dialect,
     Progress,
     Sent,
     TurnRequest,
     check_choices,
-    check_limit,
     convert_fields,
     decode_body,
     event,
@@ -36,23 +33,19 @@ from .dialect import (
 from .errors import HttpError
 from .prompt_logprobs import Scored, by_token, check_whole, wanted_of
 from .routed_experts import experts_for_verifiers
+from .sampling_body import SamplingBody, sampling_fields
 from .structured_outputs import grammar_names, with_structured_outputs
 from .token_answers import TokenRow, token_rows, usage_of_prompts
 
 LEAST_LOGPROB: Final = -9999.0
 """JSON has no infinity. vLLM sends this instead."""
-_NOT_SAMPLING: Final = (
-    "n", "logprobs", "prompt_logprobs", "routed_experts_prompt_start", "structured_outputs",
-)  # fmt: skip
 
 
-class _Sampling(CommonSampling, frozen=True, kw_only=True):
+@sampling_fields("vllm")
+class _Sampling(SamplingBody, frozen=True, kw_only=True):
     """``sampling_params``, with vLLM's names."""
 
-    max_tokens: int | None = None
-    min_tokens: int | None = None
     n: int | None = None
-    include_stop_str_in_output: bool | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     routed_experts_prompt_start: int | None = None
@@ -60,17 +53,10 @@ class _Sampling(CommonSampling, frozen=True, kw_only=True):
 
     def given(self) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that are given."""
-        check_limit("max_tokens", self.max_tokens)
-        found = {
-            name: value
-            for name, value in msgspec.structs.asdict(self).items()
-            if value is not None and name not in _NOT_SAMPLING
-        }
-        if self.top_k == 0:
-            found["top_k"] = -1
-        if self.seed == -1:
+        found = self.given_sampling()
+        if found.get("seed") == -1:
             del found["seed"]
-        return with_structured_outputs(own_names(found), self.structured_outputs)
+        return with_structured_outputs(found, self.structured_outputs)
 
 
 class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,9 +97,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
             rid=self.request_id or "",
             experts_from=start,
             names={
-                "max_new_tokens": "max_tokens",
-                "min_new_tokens": "min_tokens",
-                "no_stop_trim": "include_stop_str_in_output",
+                **sampling.sampling_names(),
                 "top_logprobs": "logprobs",
                 "input_ids": "token_ids",
                 **grammar_names(None, sampling.structured_outputs),
@@ -236,8 +220,8 @@ class TokensAnswer(msgspec.Struct, frozen=True, kw_only=True):
     def _stop_reason(self, completion: Completion) -> str | int | None:
         """Return the client's stop string or token, or None if the output ended otherwise."""
         match = completion.stop_match
-        own = isinstance(match, int) and match not in (self.sampling.stop_token_ids or ())
-        return None if own else match
+        given = self.sampling.given_sampling().get("stop_token_ids", ())
+        return None if isinstance(match, int) and match not in given else match
 
 
 def _entry(row: TokenRow) -> dict[str, Any]:

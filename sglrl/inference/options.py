@@ -3,59 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any
 
-from .sampling import LogprobsMode, SamplingParams
+from .sampling import SamplingOptions, SamplingParams, UnseededOptions
 from .tool_choice import ToolChoice
 
 
-class _SamplingOptions(TypedDict, total=False):
-    """The fields of ``SamplingParams`` and the names of vLLM and OpenAI for them, but the seed."""
-
-    max_new_tokens: int | None
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    stop: str | Sequence[str]
-    stop_token_ids: Sequence[int]
-    min_new_tokens: int
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
-    ignore_eos: bool
-    json_schema: str | Mapping[str, Any] | None
-    regex: str | None
-    ebnf: str | None
-    skip_special_tokens: bool
-    stop_regex: str | Sequence[str]
-    no_stop_trim: bool
-    logit_bias: Mapping[int | str, float] | None
-    structural_tag: str | Mapping[str, Any] | None
-    logprobs_mode: LogprobsMode
-    return_sampling_mask: bool
-    token_ids_logprob: Sequence[int]
-    return_hidden_states: bool
-    return_routed_experts: bool
-    logit_processor: str | None
-    custom_params: Mapping[str, Any] | None
-    max_tokens: int | None
-    max_completion_tokens: int | None
-    min_tokens: int
-    guided_json: str | Mapping[str, Any] | None
-    guided_regex: str | None
-    guided_grammar: str | None
-    include_stop_str_in_output: bool
-
-
-class SamplingOptions(_SamplingOptions, total=False):
-    """The fields of ``SamplingParams`` and the names of vLLM and OpenAI for them."""
-
-    seed: int | None
-    sampling_seed: int | None
-
-
-class SessionOptions(_SamplingOptions, total=False):
+class SessionOptions(UnseededOptions, total=False):
     """The keyword arguments of ``rollout`` for the sessions of all items."""
 
     tools: Sequence[Any] | None

@@ -59,12 +59,7 @@ class Requests:
         self.driver = driver
         self.info = info
         self.box = box
-        self.samplings = SamplingCache(
-            info.vocab_size,
-            info.hidden_size,
-            info.routed_experts is not None,
-            info.logit_processors,
-        )
+        self.samplings = SamplingCache.of(info)
         # Every call reads these values, so keep them as attributes.
         self.vocab_size = info.vocab_size
         self._most_prompt_tokens = info.max_prompt_tokens

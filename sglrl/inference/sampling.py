@@ -3,28 +3,37 @@
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypedDict
 
 import msgspec
-import numpy as np
 
 from ..core.seeds import MOST_SEED
 from ..errors import InvalidRequest
-from ..wire.engine import Sampling
-from .grammar_checks import GRAMMARS, check_grammar
+from .grammar_checks import GRAMMARS
 from .logit_processors import check_processor
-from .number_checks import check_integer, check_number, check_token_ids
-from .tokens import check_text
+from .sampling_fields import (
+    DIALECTS,
+    Biases,
+    Choice,
+    Flag,
+    Grammar,
+    Integer,
+    JsonGrammar,
+    Names,
+    Number,
+    Patterns,
+    ProcessorName,
+    ProcessorParams,
+    StopTexts,
+    Temperature,
+    TokenIds,
+    TopK,
+    fields_of,
+)
 
 DEFAULT_MAX_NEW_TOKENS: Final = 128
-TOP_K_ALL: Final = 1 << 30
-LEAST_TEMPERATURE: Final = 1e-6
-"""SGLang samples greedily below this, and its logprobs are then those of temperature 1."""
-MOST_BIAS: Final = 1e6
-"""Largest bias of a logit. With a larger bias, rounding would erase the logit itself."""
 RAW_LOGPROBS: Final = "raw_logprobs"
 SCALED_LOGPROBS: Final = "scaled_logprobs"
 PROCESSED_LOGPROBS: Final = "processed_logprobs"
@@ -32,22 +41,11 @@ LogprobsMode = Literal["raw_logprobs", "scaled_logprobs", "processed_logprobs"]
 LOGPROBS_MODES: Final = (RAW_LOGPROBS, SCALED_LOGPROBS, PROCESSED_LOGPROBS)
 NO_HIDDEN_STATES: Final = "return_hidden_states needs launch(enable_return_hidden_states=True)"
 
-_FLAGS: Final = (
-    *("ignore_eos", "skip_special_tokens", "no_stop_trim"),
-    *("return_sampling_mask", "return_routed_experts", "return_hidden_states"),
-)
-
-ALIASES: Final = {
-    "max_tokens": "max_new_tokens",
-    "max_completion_tokens": "max_new_tokens",
-    "min_tokens": "min_new_tokens",
-    "sampling_seed": "seed",
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_grammar": "ebnf",
-    "include_stop_str_in_output": "no_stop_trim",
-}
-"""Names of vLLM and OpenAI for the same parameters."""
+_OPENAI: Final = ("chat", "completions", "responses", "anthropic")
+_NOT_VLLM: Final[dict[str, tuple[str, ...]]] = {"vllm": ()}
+_SGLANG_ONLY: Final[dict[str, tuple[str, ...]]] = dict.fromkeys((*_OPENAI, "vllm"), ())
+_CLIENTS_ONLY: Final = Names(http=dict.fromkeys(DIALECTS, ()), option=False)
+"""For fields that add values to a ``Completion``, which other answers have no place for."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,133 +109,98 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         InvalidRequest: a value is out of range or of the wrong type.
     """
 
-    max_new_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = -1
-    min_p: float = 0.0
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    min_new_tokens: int = 0
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    ignore_eos: bool = False
-    seed: int | None = None
-    json_schema: str | Mapping[str, Any] | None = None
-    regex: str | None = None
-    ebnf: str | None = None
-    skip_special_tokens: bool = True
-    stop_regex: str | Sequence[str] = ()
-    no_stop_trim: bool = False
-    logit_bias: Mapping[int | str, float] | None = None
-    structural_tag: str | Mapping[str, Any] | None = None
-    logprobs_mode: LogprobsMode = SCALED_LOGPROBS
-    return_sampling_mask: bool = False
-    token_ids_logprob: Sequence[int] = ()
-    return_hidden_states: bool = False
-    return_routed_experts: bool = False
-    logit_processor: str | None = None
-    custom_params: Mapping[str, Any] | None = None
+    max_new_tokens: Annotated[
+        int | None,
+        Integer(1),
+        Names(
+            aliases=("max_tokens", "max_completion_tokens"),
+            http={
+                "chat": ("max_tokens", "max_completion_tokens"),
+                "completions": ("max_tokens",),
+                "responses": ("max_output_tokens",),
+                "anthropic": ("max_tokens",),
+                "vllm": ("max_tokens",),
+            },
+        ),
+    ] = None
+    temperature: Annotated[float, Temperature(0)] = 1.0
+    top_p: Annotated[float, Number(0, 1, open_low=True)] = 1.0
+    top_k: Annotated[int, TopK(-1, math.inf)] = -1
+    min_p: Annotated[float, Number(0, 1)] = 0.0
+    stop: Annotated[
+        str | Sequence[str], StopTexts(), Names(http={"anthropic": ("stop", "stop_sequences")})
+    ] = ()
+    stop_token_ids: Annotated[Sequence[int], TokenIds()] = ()
+    min_new_tokens: Annotated[
+        int,
+        Integer(0),
+        Names(aliases=("min_tokens",), http=dict.fromkeys((*_OPENAI, "vllm"), ("min_tokens",))),
+    ] = 0
+    frequency_penalty: Annotated[float, Number(-2, 2)] = 0.0
+    presence_penalty: Annotated[float, Number(-2, 2)] = 0.0
+    repetition_penalty: Annotated[float, Number(0, 2, open_low=True)] = 1.0
+    ignore_eos: Annotated[bool, Flag()] = False
+    seed: Annotated[
+        int | None,
+        Integer(0, MOST_SEED),
+        Names(aliases=("sampling_seed",), http={"sglang": ("seed", "sampling_seed")}),
+    ] = None
+    json_schema: Annotated[
+        str | Mapping[str, Any] | None,
+        JsonGrammar(),
+        Names(aliases=("guided_json",), http=_SGLANG_ONLY),
+    ] = None
+    regex: Annotated[str | None, Grammar(), Names(aliases=("guided_regex",), http=_NOT_VLLM)] = None
+    ebnf: Annotated[str | None, Grammar(), Names(aliases=("guided_grammar",), http=_NOT_VLLM)] = (
+        None
+    )
+    skip_special_tokens: Annotated[bool, Flag()] = True
+    stop_regex: Annotated[str | Sequence[str], Patterns(), Names(http=_NOT_VLLM)] = ()
+    no_stop_trim: Annotated[
+        bool,
+        Flag(),
+        Names(
+            aliases=("include_stop_str_in_output",),
+            http={"vllm": ("include_stop_str_in_output",)},
+        ),
+    ] = False
+    logit_bias: Annotated[Mapping[int | str, float] | None, Biases()] = None
+    structural_tag: Annotated[
+        str | Mapping[str, Any] | None, JsonGrammar(), Names(http=_SGLANG_ONLY)
+    ] = None
+    logprobs_mode: Annotated[LogprobsMode, Choice(LOGPROBS_MODES), _CLIENTS_ONLY] = SCALED_LOGPROBS
+    return_sampling_mask: Annotated[bool, Flag(), _CLIENTS_ONLY] = False
+    token_ids_logprob: Annotated[Sequence[int], TokenIds(ordered=True), _CLIENTS_ONLY] = ()
+    return_hidden_states: Annotated[bool, Flag(), _CLIENTS_ONLY] = False
+    return_routed_experts: Annotated[bool, Flag(), _CLIENTS_ONLY] = False
+    logit_processor: Annotated[str | None, ProcessorName(), Names(http=_SGLANG_ONLY)] = None
+    custom_params: Annotated[
+        Mapping[str, Any] | None, ProcessorParams(), Names(http=_SGLANG_ONLY)
+    ] = None
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens is not None:
-            check_integer("max_new_tokens", self.max_new_tokens, 1)
-        check_number("temperature", self.temperature, 0.0, math.inf)
-        if 0 < float(self.temperature) < LEAST_TEMPERATURE:
-            raise InvalidRequest(
-                f"temperature must be 0, which is greedy, or at least {LEAST_TEMPERATURE:g}, got "
-                f"{self.temperature}"
-            )
-        check_number("top_p", self.top_p, 0.0, 1.0, open_low=True)
-        check_number("min_p", self.min_p, 0.0, 1.0)
-        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        check_number("repetition_penalty", self.repetition_penalty, 0.0, 2.0, open_low=True)
-        check_integer("top_k", self.top_k, -1, math.inf)
-        if self.top_k == 0:
-            raise InvalidRequest("top_k must be at least 1, or -1 for all tokens, got 0")
-        check_integer("min_new_tokens", self.min_new_tokens, 0)
+        for field in FIELDS.values():
+            value = getattr(self, field.name)
+            if value is not field.default:
+                field.kind.check(field.name, value)
         if self.max_new_tokens is not None and self.min_new_tokens > self.max_new_tokens:
             raise InvalidRequest(
                 f"min_new_tokens={self.min_new_tokens} is more than max_new_tokens="
                 f"{self.max_new_tokens}"
             )
-        if self.seed is not None:
-            check_integer("seed", self.seed, 0, MOST_SEED)
-        for text in _texts("stop", self.stop):
-            if not text:
-                raise InvalidRequest("stop has an empty string: it would end every output at once")
-        for text in _texts("stop_regex", self.stop_regex):
-            try:
-                re.compile(text)
-            except (re.error, OverflowError, RecursionError) as error:
-                raise InvalidRequest(
-                    f"stop_regex {text!r} is not a regular expression: {error}"
-                ) from None
-        check_token_ids("stop_token_ids", self.stop_token_ids)
-        check_token_ids("token_ids_logprob", self.token_ids_logprob)
-        for name in _FLAGS:
-            if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(f"{name} must be True or False, got {getattr(self, name)!r}")
-        self._check_bias()
-        self._check_grammar()
-        self._check_reports()
-        check_processor(self.logit_processor, self.custom_params)
-
-    def _check_bias(self) -> None:
-        if self.logit_bias is None:
-            return
-        if not isinstance(self.logit_bias, Mapping):
-            raise InvalidRequest(
-                f"logit_bias must be a dict of token id and bias, got {self.logit_bias!r}"
-            )
-        for token, bias in self.logit_bias.items():
-            # Keys may be text, as in JSON objects and in the APIs of SGLang and OpenAI.
-            decimal = isinstance(token, str) and token.isdecimal() and len(token) < 20
-            check_integer("a key of logit_bias", int(token) if decimal else token, 0)
-            if not (isinstance(bias, (float, np.floating)) and bias == -math.inf):
-                check_number("logit_bias", bias, -math.inf, MOST_BIAS)
-
-    def _check_grammar(self) -> None:
-        for name in ("json_schema", "structural_tag"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if not isinstance(value, (str, Mapping)):
-                raise InvalidRequest(
-                    f"{name} must be a dict or JSON text, got {type(value).__name__}"
-                )
-            try:
-                text = value if isinstance(value, str) else _json(value)
-            except (TypeError, ValueError, RecursionError) as error:
-                raise InvalidRequest(f"{name} cannot be written as JSON: {error}") from None
-            check_grammar(name, text)
-        for name in ("regex", "ebnf"):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, str):
-                raise InvalidRequest(f"{name} must be a string, got {type(value).__name__}")
-            if value is not None:
-                check_grammar(name, value)
         if len(self.grammars) > 1:
             raise InvalidRequest(f"give only one of {' and '.join(self.grammars)}")
-
-    def _check_reports(self) -> None:
-        if not isinstance(self.logprobs_mode, str) or self.logprobs_mode not in LOGPROBS_MODES:
-            raise InvalidRequest(
-                f"logprobs_mode must be one of {', '.join(map(repr, LOGPROBS_MODES))}, got "
-                f"{self.logprobs_mode!r}"
-            )
-        limited = self.temperature == 0 or self.top_p < 1 or self.top_k != -1 or self.min_p > 0
-        if self.return_sampling_mask and not limited and not self.grammars:
+        if self.return_sampling_mask and not self._limited and not self.grammars:
             raise InvalidRequest(
                 "return_sampling_mask is for limited sampling, and all tokens may be drawn: set "
                 "top_p, top_k or min_p, or leave it out"
             )
-        if isinstance(self.token_ids_logprob, (Set, Mapping)):
-            raise InvalidRequest(
-                f"token_ids_logprob must be a list of token ids, got {self.token_ids_logprob!r}"
-            )
+        if self.custom_params is not None:
+            check_processor(self.logit_processor, self.custom_params)
+
+    @property
+    def _limited(self) -> bool:
+        return self.temperature == 0 or self.top_p < 1 or self.top_k != -1 or self.min_p > 0
 
     @property
     def grammars(self) -> list[str]:
@@ -248,71 +211,82 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    @property
-    def stop_patterns(self) -> tuple[str, ...]:
-        return (self.stop_regex,) if isinstance(self.stop_regex, str) else tuple(self.stop_regex)
-
-    def to_wire(self, max_new_tokens: int, seed: int | None) -> Sampling:
-        """Return the values to send, with defaults filled in."""
-        biases = self.logit_bias or {}
-        return Sampling(
-            max_new_tokens=max_new_tokens,
-            temperature=float(self.temperature),
-            top_p=float(self.top_p),
-            top_k=TOP_K_ALL if self.top_k == -1 else min(int(self.top_k), TOP_K_ALL),
-            min_p=float(self.min_p),
-            stop=tuple(map(str, self.stop_strings)),
-            stop_token_ids=tuple(int(t) for t in self.stop_token_ids),
-            min_new_tokens=min(int(self.min_new_tokens), max_new_tokens),
-            frequency_penalty=float(self.frequency_penalty),
-            presence_penalty=float(self.presence_penalty),
-            repetition_penalty=float(self.repetition_penalty),
+    def to_wire(self, max_new_tokens: int, seed: int | None) -> dict[str, Any]:
+        """Return the fields to send that differ from their defaults. See ``SentSampling``."""
+        sent: dict[str, Any] = {}
+        for field in FIELDS.values():
+            value = getattr(self, field.name)
+            if value is not field.default:
+                sent[field.name] = field.kind.plain(value)
+        sent |= {"max_new_tokens": max_new_tokens, "seed": seed}
+        if "min_new_tokens" in sent:
+            sent["min_new_tokens"] = min(sent["min_new_tokens"], max_new_tokens)
+        if self.ignore_eos and self.grammars:
             # With ignore_eos, SGLang would notice the end of a grammar one token too late.
-            ignore_eos=self.ignore_eos and not self.grammars,
-            seed=seed,
-            json_schema=_sent(self.json_schema),
-            regex=_sent(self.regex),
-            ebnf=_sent(self.ebnf),
-            skip_special_tokens=self.skip_special_tokens,
-            stop_regex=tuple(map(str, self.stop_patterns)),
-            logit_bias={int(token): max(-MOST_BIAS, float(bias)) for token, bias in biases.items()},
-            structural_tag=_sent(self.structural_tag),
-            logprobs_mode=None if self.logprobs_mode == SCALED_LOGPROBS else self.logprobs_mode,
-            return_sampling_mask=self.return_sampling_mask,
-            token_ids_logprob=tuple(int(t) for t in self.token_ids_logprob),
-            return_hidden_states=self.return_hidden_states,
-            return_routed_experts=self.return_routed_experts,
-            logit_processor=str(self.logit_processor or ""),
-            custom_params=dict(self.custom_params or {}),
-        )
+            del sent["ignore_eos"]
+        return sent
 
 
-def _json(value: Mapping[str, Any]) -> str:
-    return msgspec.json.encode(dict(value)).decode()
+FIELDS: Final = fields_of(SamplingParams)
+"""The declarations of the sampling parameters by name."""
+ALIASES: Final = {alias: field.name for field in FIELDS.values() for alias in field.names.aliases}
+"""Names of vLLM and OpenAI for the same parameters."""
 
 
-def _sent(value: str | Mapping[str, Any] | None) -> str | None:
-    if isinstance(value, Mapping):
-        return _json(value)
-    # numpy's str is a str, but msgspec does not encode it.
-    return str(value) if value else None
+class SentSampling(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sampling parameters from another process, which the constructor checks again.
+
+    They are a msgpack map without the fields that have their default values. The sender has chosen
+    ``max_new_tokens`` and, if the sampling is to be repeatable, the seed.
+    """
+
+    max_new_tokens: int
 
 
-def _texts(name: str, value: Any) -> Sequence[str]:
-    texts = (value,) if isinstance(value, str) else value
-    if not isinstance(texts, (list, tuple)) or not all(isinstance(text, str) for text in texts):
-        hint = "; for token ids use stop_token_ids" if _has_ids(texts) else ""
-        raise InvalidRequest(
-            f"{name} must be a string or a list of strings, got {value!r:.200}{hint}"
-        )
-    for text in texts:
-        check_text(name, text)
-    return texts
+class UnseededOptions(TypedDict, total=False):
+    """The fields of ``SamplingParams`` and their aliases, but the seed, as types for editors."""
+
+    max_new_tokens: int | None
+    temperature: float
+    top_p: float
+    top_k: int
+    min_p: float
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    min_new_tokens: int
+    frequency_penalty: float
+    presence_penalty: float
+    repetition_penalty: float
+    ignore_eos: bool
+    json_schema: str | Mapping[str, Any] | None
+    regex: str | None
+    ebnf: str | None
+    skip_special_tokens: bool
+    stop_regex: str | Sequence[str]
+    no_stop_trim: bool
+    logit_bias: Mapping[int | str, float] | None
+    structural_tag: str | Mapping[str, Any] | None
+    logprobs_mode: LogprobsMode
+    return_sampling_mask: bool
+    token_ids_logprob: Sequence[int]
+    return_hidden_states: bool
+    return_routed_experts: bool
+    logit_processor: str | None
+    custom_params: Mapping[str, Any] | None
+    max_tokens: int | None
+    max_completion_tokens: int | None
+    min_tokens: int
+    guided_json: str | Mapping[str, Any] | None
+    guided_regex: str | None
+    guided_grammar: str | None
+    include_stop_str_in_output: bool
 
 
-def _has_ids(values: Any) -> bool:
-    given = values if isinstance(values, (list, tuple)) else (values,)
-    return any(type(one) is int for one in given)
+class SamplingOptions(UnseededOptions, total=False):
+    """The fields of ``SamplingParams`` and their aliases, as types for editors."""
+
+    seed: int | None
+    sampling_seed: int | None
 
 
 def own_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from ..errors import InvalidRequest
 from ..wire.codec import encode
+from ..wire.engine import EngineInfo
 from .logit_processors import check_declared
 from .number_checks import most_top_logprobs
 from .routed_experts import NO_EXPERTS
@@ -82,6 +83,16 @@ class SamplingCache:
         self._latest: Prepared | None = None
         self._latest_kwargs: dict[str, Any] = {}
 
+    @classmethod
+    def of(cls, info: EngineInfo) -> SamplingCache:
+        """Return a cache for an engine."""
+        return cls(
+            info.vocab_size,
+            info.hidden_size,
+            info.routed_experts is not None,
+            info.logit_processors,
+        )
+
     def prepare(self, params: SamplingParams | None, kwargs: dict[str, Any]) -> Prepared:
         """Check sampling arguments. Keyword arguments override the fields of ``params``.
 
@@ -106,7 +117,7 @@ class SamplingCache:
                 found = self._by_params.get(id(params))
                 if found is not None and found.params is params:
                     return found
-            found = self._check(merged(params, kwargs) if kwargs else params)
+            found = self.check(merged(params, kwargs) if kwargs else params)
             if not kwargs and all(map(_constant, msgspec.structs.astuple(params))):
                 self._bound(self._by_params)[id(params)] = found
             return found
@@ -116,16 +127,22 @@ class SamplingCache:
             found = self._by_kwargs.get(key)
         except TypeError:
             # A value is unhashable (a list or a dict), so the result cannot be cached.
-            return self._check(from_kwargs(kwargs))
+            return self.check(from_kwargs(kwargs))
         if found is None:
-            found = self._check(from_kwargs(kwargs))
+            found = self.check(from_kwargs(kwargs))
             if not all(map(_constant, kwargs.values())):
                 return found
             self._bound(self._by_kwargs)[key] = found
         self._latest, self._latest_kwargs = found, dict(kwargs)
         return found
 
-    def _check(self, params: SamplingParams) -> Prepared:
+    def check(self, params: SamplingParams) -> Prepared:
+        """Check that the engine can honour parameters that are right in themselves.
+
+        Raises:
+            InvalidRequest: a token is outside the vocabulary, or the engine was launched without
+                something that they need.
+        """
         for name in ("stop_token_ids", "token_ids_logprob", "logit_bias"):
             tokens = getattr(params, name)
             for token in () if tokens is None else tokens:

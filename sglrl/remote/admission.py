@@ -16,15 +16,14 @@ from ..core.calls import Call
 from ..core.prefixes import Route
 from ..driver.driver import ENVELOPE_BYTES, Driver, now
 from ..errors import DeadlineExceeded, InvalidRequest, SglrlError, UnknownEndpoint
-from ..inference.grammar_checks import GRAMMARS, check_grammar
-from ..inference.logit_processors import check_declared, check_processor
 from ..inference.number_checks import check_number, most_top_logprobs
 from ..inference.requests import Requests as EngineRequests
 from ..inference.routed_experts import check_begin
-from ..inference.sampling import MOST_BIAS, NO_HIDDEN_STATES
+from ..inference.sampling import SentSampling
+from ..inference.sampling_cache import SamplingCache
 from ..inference.tokens import in_range
 from ..wire.codec import MALFORMED
-from ..wire.engine import GenerateArgs, NextTokenArgs, Sampling, ScoreArgs, TokenChunk
+from ..wire.engine import GenerateArgs, NextTokenArgs, ScoreArgs, TokenChunk
 from ..wire.remote import Request
 from .forwarding import Forward, Peer, Relay
 
@@ -35,7 +34,7 @@ _KNOWN_SAMPLINGS: Final = 256
 _decode_generate: Final = msgspec.msgpack.Decoder(GenerateArgs).decode
 _decode_score: Final = msgspec.msgpack.Decoder(ScoreArgs).decode
 _decode_next_token: Final = msgspec.msgpack.Decoder(NextTokenArgs).decode
-_decode_sampling: Final = msgspec.msgpack.Decoder(Sampling).decode
+_decode_sampling: Final = msgspec.msgpack.Decoder(SentSampling).decode
 
 
 class Admission:
@@ -66,12 +65,11 @@ class Admission:
         self._vocab_size: int = info.vocab_size
         self._most_prompt: int = info.max_prompt_tokens
         self._most_total: int = info.max_total_tokens
-        self._hidden_size = info.hidden_size
-        self._processors = info.logit_processors
+        self._limits = SamplingCache.of(info)
         self._most_top = most_top_logprobs(info.vocab_size)
         self._max_body = driver.max_message_bytes - ENVELOPE_BYTES
-        self._samplings: dict[bytes, int] = {}
-        """Checked sampling values, encoded as received, with their ``max_new_tokens``."""
+        self._samplings: dict[bytes, tuple[int, msgspec.Raw]] = {}
+        """By received bytes, what ``_check_sampling`` returned."""
 
     def begin(self, peer: Peer, requests: Sequence[Request]) -> bool:
         """Start requests. Return False if a request has the id of one that has not ended."""
@@ -175,11 +173,8 @@ class Admission:
             if not in_range(begun, self._vocab_size):
                 raise InvalidRequest("token ids are outside the vocabulary, or no int32")
             forward.begun = [TokenChunk(begun, routed=wanted.resume_rows)]
-        # Copy: a view would keep the whole message alive as long as the call.
-        sampling = bytes(wanted.sampling)
-        new = self._samplings.get(sampling, 0)
-        if not new:
-            new = self._check_sampling(sampling)
+        received = bytes(wanted.sampling)
+        new, sampling = self._samplings.get(received) or self._check_sampling(received)
         if not 1 <= new <= self._most_total - len(ids) // 4:
             raise InvalidRequest(
                 f"max_new_tokens={new} does not fit a prompt of {len(ids) // 4} tokens"
@@ -188,7 +183,7 @@ class Admission:
         check_begin(wanted)
         args = GenerateArgs(
             ids,
-            msgspec.Raw(sampling),
+            sampling,
             wanted.logprobs,
             wanted.top_logprobs,
             wanted.stream,
@@ -217,35 +212,19 @@ class Admission:
         _check_top(wanted.top_k, self._vocab_size)
         return wanted, ids, 8 * wanted.top_k if wanted.top_k else 4 * self._vocab_size
 
-    def _check_sampling(self, raw: bytes) -> int:
-        """Check the sampling values that could crash an engine. Return ``max_new_tokens``.
+    def _check_sampling(self, raw: bytes) -> tuple[int, msgspec.Raw]:
+        """Return ``max_new_tokens`` and the form to send of sampling parameters of a client.
 
-        The engine checks the other values itself.
+        The values are checked again and encoded again, so that engines receive no bytes of clients.
         """
-        vocab_size = self._vocab_size
-        sampling = _decode_sampling(raw)
-        if not all(0 <= token < vocab_size for token in sampling.stop_token_ids):
-            raise InvalidRequest("stop_token_ids are outside the vocabulary")
-        _check_top(len(sampling.token_ids_logprob), self._most_top)
-        if not all(0 <= token < vocab_size for token in sampling.token_ids_logprob):
-            raise InvalidRequest("token_ids_logprob is outside the vocabulary")
-        if sampling.return_hidden_states and not self._hidden_size:
-            raise InvalidRequest(NO_HIDDEN_STATES)
-        check_processor(sampling.logit_processor or None, sampling.custom_params)
-        check_declared(sampling.logit_processor, self._processors)
-        for token, bias in sampling.logit_bias.items():
-            if not 0 <= token < vocab_size or not abs(bias) <= MOST_BIAS:
-                raise InvalidRequest("logit_bias is outside the vocabulary, or no number")
-        for name in GRAMMARS:
-            grammar = getattr(sampling, name)
-            if grammar is not None:
-                check_grammar(name, grammar)
-        new: int = sampling.max_new_tokens
+        params = _decode_sampling(raw)
+        checked = self._limits.check(params)
+        made = params.max_new_tokens, checked.wire(params.max_new_tokens, params.seed)
         if len(self._samplings) >= _KNOWN_SAMPLINGS:
             self._samplings.clear()
         if len(raw) < 1024:
-            self._samplings[raw] = new
-        return new
+            self._samplings[raw] = made
+        return made
 
 
 def _check_top(count: int, most: int) -> None:

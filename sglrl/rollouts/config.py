@@ -13,8 +13,8 @@ from ..core.rollout_plan import Plan
 from ..core.seeds import MOST_SEED
 from ..errors import UsageError
 from ..inference.number_checks import check_integer
-from ..inference.options import SamplingOptions, SessionOptions
-from ..inference.sampling import SamplingParams
+from ..inference.options import SessionOptions
+from ..inference.sampling import SamplingOptions, SamplingParams
 from ..sessions.session_spec import turn_values
 from .dataset import prompts_of, session_arguments
 from .group import Group

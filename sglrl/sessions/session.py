@@ -19,9 +19,9 @@ from ..driver.threads import in_thread
 from ..errors import Closed, UsageError
 from ..inference.completion import Completion
 from ..inference.message import ToolCall
-from ..inference.options import SamplingOptions
 from ..inference.prompts import Message, check_conversation, load_tokenizer
 from ..inference.replies import OnChunk
+from ..inference.sampling import SamplingOptions
 from ..inference.sampling_cache import Prepared
 from ..inference.tokens import TokenIds
 from ..inference.tool_choice import ToolChoice

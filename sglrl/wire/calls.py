@@ -8,7 +8,7 @@ import msgspec
 
 from .engine import EngineInfo
 
-PROTOCOL_VERSION = 14
+PROTOCOL_VERSION = 15
 
 
 class CallMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import msgspec
 
@@ -59,43 +59,11 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     logit_processors: tuple[str, ...] = ()
 
 
-class Sampling(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Validated sampling values (see ``sglrl.SamplingParams`` for units and defaults)."""
-
-    max_new_tokens: int
-    temperature: float
-    top_p: float
-    top_k: int
-    min_p: float
-    stop: tuple[str, ...]
-    stop_token_ids: tuple[int, ...]
-    min_new_tokens: int
-    frequency_penalty: float
-    presence_penalty: float
-    repetition_penalty: float
-    ignore_eos: bool
-    seed: int | None
-    json_schema: str | None
-    regex: str | None
-    ebnf: str | None
-    skip_special_tokens: bool
-    stop_regex: tuple[str, ...] = ()
-    logit_bias: dict[int, float] = {}
-    structural_tag: str | None = None
-    logprobs_mode: str | None = None
-    return_sampling_mask: bool = False
-    token_ids_logprob: tuple[int, ...] = ()
-    return_hidden_states: bool = False
-    return_routed_experts: bool = False
-    logit_processor: str = ""
-    custom_params: dict[str, Any] = {}
-
-
 class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """Arguments of ``generate``. Answered with ``TokenChunk``.
 
     input_ids: int32 little-endian [n].
-    sampling: msgpack of ``Sampling``. The client encodes each distinct value once.
+    sampling: msgpack of ``SentSampling``. The client encodes each distinct value once.
     resume: int32 [r], tokens that another worker has already generated for this call. They count
         in every limit, and are not sent back.
     lora: the name of an adapter; "": none.

@@ -15,10 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglrl.errors import InvalidRequest
-from sglrl.inference.options import SamplingOptions
-from sglrl.inference.sampling import ALIASES, MOST_BIAS, TOP_K_ALL, SamplingParams
+from sglrl.inference.sampling import ALIASES, SamplingOptions, SamplingParams, SentSampling
 from sglrl.inference.sampling_cache import Prepared, SamplingCache
-from sglrl.wire.engine import Sampling
+from sglrl.inference.sampling_fields import MOST_BIAS, TOP_K_ALL
 
 NAN, INF = math.nan, math.inf
 
@@ -143,7 +142,7 @@ def test_any_value_is_refused_or_can_be_sent(name: str, value: Any) -> None:
         return
     raw = prepared.wire(prepared.max_new_tokens or 16, prepared.seed)
     if prepared.max_new_tokens is None or prepared.max_new_tokens < 1 << 63:
-        msgspec.msgpack.decode(raw, type=Sampling)
+        msgspec.msgpack.decode(raw, type=SentSampling)
 
 
 def test_contradictions() -> None:
@@ -268,14 +267,14 @@ def test_wire_form() -> None:
         logit_bias={3: -INF, "4": -1e9, np.int64(5): np.float32(2)},  # type: ignore[dict-item]
     )
     raw = Prepared(params).wire(8, 11)
-    assert msgspec.msgpack.decode(raw, type=Sampling) == Sampling(
+    assert msgspec.msgpack.decode(raw, type=SentSampling) == SentSampling(
         max_new_tokens=8,
         temperature=0.0,
         top_p=1.0,
         top_k=7,
         min_p=0.0,
-        stop=("x",),
-        stop_token_ids=(3, 4),
+        stop=["x"],
+        stop_token_ids=[3, 4],
         min_new_tokens=5,
         frequency_penalty=0.0,
         presence_penalty=0.0,
@@ -286,7 +285,7 @@ def test_wire_form() -> None:
         regex=None,
         ebnf=None,
         skip_special_tokens=True,
-        stop_regex=("a+", "b"),
+        stop_regex=["a+", "b"],
         logit_bias={3: -1e6, 4: -1e6, 5: 2.0},
         structural_tag=None,
     )
@@ -294,15 +293,15 @@ def test_wire_form() -> None:
 
 def test_wire_form_of_the_defaults() -> None:
     wire = SamplingParams().to_wire(128, None)
-    assert (wire.temperature, wire.top_p, wire.top_k) == (1.0, 1.0, TOP_K_ALL)
-    assert (wire.stop, wire.stop_token_ids, wire.seed) == ((), (), None)
-    assert SamplingParams(top_k=1 << 70).to_wire(1, None).top_k == TOP_K_ALL
+    assert wire == {"max_new_tokens": 128, "seed": None}
+    assert msgspec.convert(wire, SentSampling) == SentSampling(max_new_tokens=128)
+    assert SamplingParams(top_k=1 << 70).to_wire(1, None)["top_k"] == TOP_K_ALL
 
 
 def test_an_empty_schema_is_a_grammar_too() -> None:
     """A grammar ends by itself, so end-of-sequence must not be ignored."""
     wire = SamplingParams(json_schema={}, ignore_eos=True).to_wire(5, None)
-    assert (wire.json_schema, wire.ignore_eos) == ("{}", False)
+    assert wire == {"max_new_tokens": 5, "seed": None, "json_schema": "{}"}
 
 
 def test_numpy_integers_become_plain_ones() -> None:
@@ -363,12 +362,12 @@ def test_what_can_change_is_read_by_each_call() -> None:
             cache.prepare(params, {}),
         ):
             raw = prepared.wire(5, None)
-            assert msgspec.msgpack.decode(raw, type=Sampling).temperature == value
+            assert msgspec.msgpack.decode(raw, type=SentSampling).temperature == value
 
 
 def test_a_bias_against_a_token_may_be_of_any_size() -> None:
     wire = SamplingParams(logit_bias={1: -1e39, 2: -math.inf}).to_wire(5, None)
-    assert wire.logit_bias == {1: -MOST_BIAS, 2: -MOST_BIAS}
+    assert wire["logit_bias"] == {1: -MOST_BIAS, 2: -MOST_BIAS}
 
 
 def test_token_ids_among_stop_strings() -> None:
@@ -384,4 +383,4 @@ def test_temperatures_that_sglang_would_change() -> None:
         with pytest.raises(InvalidRequest, match=r"temperature must be 0.*or at least 1e-06, got"):
             SamplingParams(temperature=value)
     for value in (0, 0.0, -0.0, 1e-6, 2e-6):
-        assert SamplingParams(temperature=value).to_wire(1, None).temperature == value
+        assert SamplingParams(temperature=value).to_wire(1, None)["temperature"] == value

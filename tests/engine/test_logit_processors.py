@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
@@ -284,7 +283,7 @@ async def test_a_processor_that_is_not_declared(
     to_wire = SamplingParams.to_wire
 
     def changed(*args: Any) -> Any:
-        return msgspec.structs.replace(to_wire(*args), logit_processor="os:system")
+        return {**to_wire(*args), "logit_processor": "os:system"}
 
     monkeypatch.setattr(SamplingParams, "to_wire", changed)
     monkeypatch.setattr(SamplingCache, "_bound", staticmethod(lambda cache: {}))

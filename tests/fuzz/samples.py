@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, get_args
 
 import msgspec
 import numpy as np
 
+from sglrl.inference.sampling import SamplingParams
 from sglrl.transport.shared_rows import RowsWriter
 from sglrl.wire.adapters import LoraCommit, LoraKeep, LoraPart, LoraPrepare
 from sglrl.wire.calls import (
@@ -34,7 +36,6 @@ from sglrl.wire.engine import (
     GenerateArgs,
     NextTokenArgs,
     RoutedShape,
-    Sampling,
     ScoreArgs,
     TokenChunk,
 )
@@ -78,30 +79,15 @@ SPECS = [TensorSpec("w", "float32", (4,)), TensorSpec("layers.0.v", "bfloat16", 
 SETTINGS = RankSettings(
     device="cpu", uuid="", torch="2.9", nccl="", environment={"NCCL_ALGO": "Ring"}, host="h", port=1
 )
-SAMPLING = Sampling(
-    max_new_tokens=6,
-    temperature=1.0,
+SAMPLING = SamplingParams(
     top_p=0.9,
-    top_k=-1,
-    min_p=0.0,
-    stop=("end",),
-    stop_token_ids=(2,),
-    min_new_tokens=0,
-    frequency_penalty=0.0,
-    presence_penalty=0.0,
-    repetition_penalty=1.0,
-    ignore_eos=False,
-    seed=7,
-    json_schema=None,
-    regex=None,
-    ebnf=None,
-    skip_special_tokens=True,
-    stop_regex=("e.d",),
+    stop="end",
+    stop_token_ids=[2],
+    stop_regex="e.d",
     logit_bias={3: -1.5},
-    structural_tag=None,
-    token_ids_logprob=(3, 7),
+    token_ids_logprob=[3, 7],
     custom_params={},
-)
+).to_wire(6, 7)
 
 
 def raw(value: Any) -> msgspec.Raw:
@@ -138,7 +124,9 @@ ARRAY = (_array, [bytes(frame) for frame in _frames])
 """A msgpack frame with one array, and its raw frame."""
 
 
-def generate_args(prompt: bytes, sampling: Sampling = SAMPLING, **more: Any) -> msgspec.Raw:
+def generate_args(
+    prompt: bytes, sampling: Mapping[str, Any] = SAMPLING, **more: Any
+) -> msgspec.Raw:
     return raw(GenerateArgs(prompt, raw(sampling), **more))
 
 

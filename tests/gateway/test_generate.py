@@ -89,7 +89,7 @@ def test_values_of_a_batch() -> None:
         ),
         ({"sampling_params": {"custom_params": [1]}}, "got `array` - at `custom_params`"),
         ({"sampling_params": {"logit_processor": 1}}, "got `int` - at `logit_processor`"),
-        ({"sampling_params": {"seed": 1, "sampling_seed": 1}}, "another name for 'seed'"),
+        ({"sampling_params": {"seed": 1, "sampling_seed": 2}}, "seed and sampling_seed differ"),
         ({"sampling_params": [{}, {}]}, "there are 1 prompts and 2 sampling_params"),
         (
             {"text": ["a", "b"], "sampling_params": [{"n": 1}, {"n": 2}]},
@@ -472,7 +472,7 @@ async def test_a_stream(http: httpx.AsyncClient) -> None:
 async def test_errors(http: httpx.AsyncClient) -> None:
     for asked, status, message in (
         ({"text": ""}, 400, "the prompt is empty"),
-        ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, 400, "at least 1, got -1"),
+        ({"text": "a", "sampling_params": {"max_new_tokens": -1}}, 400, "at least 0, got -1"),
         ({"text": "a", "sampling_params": {"max_new_tokens": 0}}, 400, "=0 needs return_logprob"),
         ({"input_ids": [-1]}, 400, "token id -1 is outside"),
         ({"input_ids": [1] * 40_000}, 400, "is longer than the model's context length"),

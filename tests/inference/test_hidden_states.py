@@ -69,7 +69,7 @@ async def test_an_engine_without_hidden_states(monkeypatch: pytest.MonkeyPatch) 
         to_wire = SamplingParams.to_wire
 
         def wrong(*args: Any) -> Any:
-            return msgspec.structs.replace(to_wire(*args), return_hidden_states=True)
+            return {**to_wire(*args), "return_hidden_states": True}
 
         # The pool checks the requests of clients in other processes again.
         monkeypatch.setattr(SamplingParams, "to_wire", wrong)

@@ -142,7 +142,7 @@ async def test_clients_in_other_places_are_checked(
     to_wire = SamplingParams.to_wire
 
     def wrong(*args: Any) -> Any:
-        return msgspec.structs.replace(to_wire(*args), token_ids_logprob=value)
+        return {**to_wire(*args), "token_ids_logprob": value}
 
     monkeypatch.setattr(SamplingParams, "to_wire", wrong)
     async with sglrl.connect(client.address) as remote:

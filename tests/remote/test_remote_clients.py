@@ -28,7 +28,7 @@ from sglrl.transport.curve_keys import make_keys
 from sglrl.transport.zmq import ZmqDealer, ZmqRouter
 from sglrl.wire.calls import PROTOCOL_VERSION, Cancel
 from sglrl.wire.codec import decode_to_client, encode
-from sglrl.wire.engine import GenerateArgs, Sampling
+from sglrl.wire.engine import GenerateArgs
 from sglrl.wire.remote import Answers, Hello, Leave, Rejected, Request, Requests, Welcome
 
 IDS = [3, 1, 4, 1, 5]
@@ -519,13 +519,12 @@ async def test_keys(tmp_path: Path) -> None:
 
 def sampling(
     new_tokens: int = 1, stop: tuple[int, ...] = (), bias: dict[int, float] | None = None
-) -> Sampling:
+) -> dict[str, Any]:
     values = sglrl.SamplingParams(max_new_tokens=new_tokens, stop_token_ids=stop)
-    wire = values.to_wire(new_tokens, None)
-    return msgspec.structs.replace(wire, logit_bias=bias or {})
+    return {**values.to_wire(new_tokens, None), "logit_bias": bias}
 
 
-def request(id_: int, ids: list[int], wire: Sampling, **more: object) -> Request:
+def request(id_: int, ids: list[int], wire: dict[str, Any], **more: object) -> Request:
     args = GenerateArgs(np.array(ids, "<i4").tobytes(), msgspec.Raw(encode(wire)))
     return Request(id_, "generate", msgspec.Raw(encode(args)), **more)  # type: ignore[arg-type]
 

@@ -16,8 +16,8 @@ import pytest_asyncio
 import sglrl
 from sglrl.gateway.alone import AloneTurn
 from sglrl.gateway.dialect import TurnRequest
+from sglrl.inference.sampling import SentSampling
 from sglrl.sessions.session_spec import SessionSpec
-from sglrl.wire.engine import Sampling
 
 pytestmark = [pytest.mark.timeout(120), pytest.mark.asyncio(loop_scope="module")]
 
@@ -197,7 +197,8 @@ async def test_choices_of_requests_without_a_session(client: sglrl.Client) -> No
         prepared = requests.samplings.prepare(None, values)
         bodies = [np.array(PROMPT, "<i4").tobytes()] * prompts
         calls, _ = requests.samples(bodies, n, prepared, False, 0, None, None, 0, None, "")
-        return [msgspec.msgpack.decode(call.args.sampling, type=Sampling).seed for call in calls]
+        decode = msgspec.msgpack.Decoder(SentSampling).decode
+        return [decode(call.args.sampling).seed for call in calls]
 
     found = await seeds(4, 2, seed=7)
     assert found[0] == 7

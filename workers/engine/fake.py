@@ -53,6 +53,7 @@ from sglrl.core.hangs import PAUSED, WEIGHTS
 from sglrl.errors import InvalidRequest, UnknownAdapter
 from sglrl.inference.logit_processors import check_declared
 from sglrl.inference.routed_experts import NO_EXPERTS, check_begin
+from sglrl.inference.sampling import SentSampling
 from sglrl.wire.adapters import LoraCommit, LoraKeep, LoraPart, LoraPrepare
 from sglrl.wire.calls import ItemKind
 from sglrl.wire.engine import (
@@ -62,7 +63,6 @@ from sglrl.wire.engine import (
     GenerateArgs,
     NextTokenArgs,
     RoutedShape,
-    Sampling,
     ScoreArgs,
     TokenChunk,
 )
@@ -137,8 +137,8 @@ class FakeEngine:
         falling = -np.arange(self.vocab_size, dtype=np.float64)
         falling -= np.log(np.exp(falling).sum())
         self.falling = falling.astype("<f4")
-        self.sampling = msgspec.msgpack.Decoder(Sampling)
-        self.samplings: dict[bytes, Sampling] = {}
+        self.sampling = msgspec.msgpack.Decoder(SentSampling)
+        self.samplings: dict[bytes, SentSampling] = {}
 
     @property
     def paused(self) -> bool:
@@ -186,7 +186,7 @@ class FakeEngine:
             args.stream,
             args.top_logprobs,
             sampling.return_sampling_mask,
-            sampling.token_ids_logprob,
+            tuple(sampling.token_ids_logprob),
             sampling.return_hidden_states,
             args.routed_from + args.resume_rows if sampling.return_routed_experts else -1,
             done,
@@ -194,7 +194,7 @@ class FakeEngine:
             args.lora,
         )
         if self.answers and not done:
-            made.answer_with(self.answers.popleft(), sampling.stop_token_ids)
+            made.answer_with(self.answers.popleft(), tuple(sampling.stop_token_ids))
 
     def score(self, id_: int, args: ScoreArgs) -> None:
         count = len(args.input_ids) // 4

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from array import array
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -17,17 +17,16 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglrl.errors import InvalidRequest
 from sglrl.inference.engine_grammar import engine_grammar
-from sglrl.inference.grammar_checks import GRAMMARS
 from sglrl.inference.logit_processors import check_declared
-from sglrl.inference.sampling import LOGPROBS_MODES, SCALED_LOGPROBS
+from sglrl.inference.sampling import SCALED_LOGPROBS, SentSampling
 from sglrl.wire.calls import ItemKind
-from sglrl.wire.engine import GenerateArgs, NextTokenArgs, Sampling, ScoreArgs, TokenChunk
+from sglrl.wire.engine import GenerateArgs, NextTokenArgs, ScoreArgs, TokenChunk
 
 from ..protocol import check_given
 from .no_tokenizer import NoTokenizer
 from .tracked_request import Versions
 
-_sampling = msgspec.msgpack.Decoder(Sampling)
+_sampling = msgspec.msgpack.Decoder(SentSampling)
 _SAMPLINGS = 256
 _MOST_BYTES = 4
 """Maximum bytes of a character in UTF-8."""
@@ -120,9 +119,8 @@ class Samplings:
         if found is None:
             s = _sampling.decode(raw)
             interval = self._stream_interval if stream else PROGRESS_TOKENS
-            if self._spaces is not None:
-                s = _with_engine_grammar(s, self._spaces)
-            params = sampling_params(s, interval, self._tokenizer, self._vocab_size)
+            grammar = _engine_grammar(s, self._spaces)
+            params = sampling_params(s, grammar, interval, self._tokenizer, self._vocab_size)
             check_given(s.token_ids_logprob, self._vocab_size)
             check_declared(s.logit_processor, self._processors)
             found = params, _wanted(s)
@@ -133,32 +131,31 @@ class Samplings:
         return copy.copy(found[0]), found[1]
 
 
-def _with_engine_grammar(s: Sampling, spaces: bool) -> Sampling:
-    for name in ("json_schema", "structural_tag"):
-        if (text := getattr(s, name)) is not None:
-            target, grammar = engine_grammar(name, text, spaces)
-            s = msgspec.structs.replace(s, **{name: None, target: grammar})
-    return s
+def _engine_grammar(s: SentSampling, spaces: bool | None) -> dict[str, str]:
+    """Return the grammar for SGLang by the name of its parameter."""
+    if spaces is None:
+        return {name: getattr(s, name) for name in s.grammars}
+    return dict(engine_grammar(name, getattr(s, name), spaces) for name in s.grammars)
 
 
-def _wanted(s: Sampling) -> Wanted:
-    mode = s.logprobs_mode or SCALED_LOGPROBS
-    if mode not in LOGPROBS_MODES:
-        raise InvalidRequest(f"unknown logprobs_mode {mode!r}")
+def _wanted(s: SentSampling) -> Wanted:
     return Wanted(
-        mode,
+        s.logprobs_mode,
         s.return_sampling_mask,
-        s.token_ids_logprob,
+        tuple(s.token_ids_logprob),
         s.return_hidden_states,
         s.return_routed_experts,
-        s.logit_processor,
+        s.logit_processor or "",
     )
 
 
-def sampling_params(s: Sampling, interval: int, tokenizer: Any, vocab_size: int) -> SamplingParams:
-    """Convert a ``Sampling`` to SGLang's parameters.
+def sampling_params(
+    s: SentSampling, grammar: Mapping[str, str], interval: int, tokenizer: Any, vocab_size: int
+) -> SamplingParams:
+    """Convert our sampling parameters to SGLang's.
 
     Args:
+        grammar: the grammar for SGLang by the name of its parameter.
         interval: number of tokens in each report.
 
     Raises:
@@ -169,11 +166,11 @@ def sampling_params(s: Sampling, interval: int, tokenizer: Any, vocab_size: int)
             raise InvalidRequest(
                 "stop and stop_regex need a tokenizer and this model has none; use stop_token_ids"
             )
-        if any(getattr(s, name) for name in GRAMMARS):
+        if s.grammars:
             raise InvalidRequest("a grammar needs a tokenizer, and this model has none")
     params = SamplingParams(
         max_new_tokens=s.max_new_tokens,
-        stop=list(s.stop) or None,
+        stop=list(s.stop_strings) or None,
         stop_token_ids=set(s.stop_token_ids) or None,
         stop_regex=list(s.stop_regex) or None,
         temperature=s.temperature,
@@ -184,17 +181,14 @@ def sampling_params(s: Sampling, interval: int, tokenizer: Any, vocab_size: int)
         presence_penalty=s.presence_penalty,
         repetition_penalty=s.repetition_penalty,
         min_new_tokens=s.min_new_tokens,
-        json_schema=s.json_schema,
-        regex=s.regex,
-        ebnf=s.ebnf,
-        structural_tag=s.structural_tag,
-        logit_bias={str(token): bias for token, bias in s.logit_bias.items()} or None,
+        **grammar,
+        logit_bias={str(token): bias for token, bias in (s.logit_bias or {}).items()} or None,
         ignore_eos=s.ignore_eos,
         skip_special_tokens=s.skip_special_tokens,
         sampling_seed=s.seed,
         stream_interval=interval,
         # SGLang adds the request to a dict, also to an empty one.
-        custom_params=s.custom_params if s.logit_processor else None,
+        custom_params=(s.custom_params or {}) if s.logit_processor else None,
     )
     try:
         params.normalize(tokenizer)
@@ -202,7 +196,7 @@ def sampling_params(s: Sampling, interval: int, tokenizer: Any, vocab_size: int)
         # These are the numbers of last tokens in which SGLang searches. SGLang takes the number of
         # tokens that the tokenizer makes of the text, and one for each character of a regular
         # expression. But a model may write the same text with one token for each byte.
-        params.stop_str_max_len = max((len(text.encode()) for text in s.stop), default=0)
+        params.stop_str_max_len = max((len(text.encode()) for text in s.stop_strings), default=0)
         params.stop_regex_max_len *= _MOST_BYTES
     except (ValueError, re.error, OverflowError, RecursionError) as error:
         raise InvalidRequest(str(error)) from None
