@@ -1,26 +1,34 @@
-"""Write the tables of names in the pages of ``docs/reference``, from the docstrings.
+"""Write the tables in the pages of ``docs/reference``.
 
-The site shows the whole docstrings. A reader of the repository sees these tables:
+Tables of names have the first sentences of the docstrings. The site shows the whole docstrings. A
+reader of the repository sees these tables. Tables of sampling parameters follow from their
+declaration in ``sglrl/inference/sampling.py``:
 
     python docs/site/reference.py
 
-``tests/documents/test_reference.py`` checks that they are up to date. Nothing is imported, because
-some modules need torch.
+``tests/documents/test_reference.py`` checks that they are up to date. No module with names in a
+table is imported, because some need torch.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+
+from sglrl.inference.sampling import FIELDS
+from sglrl.inference.sampling_fields import DIALECTS
+from sglrl.tools.sampling_options import OPTIONS, option_default, option_names, option_text
 
 ROOT = Path(__file__).parents[2]
 PAGES = ROOT / "docs/reference"
 _TABLE = re.compile(r"^\| name \| description \|\n(?:\|.*\n)+\n", re.MULTILINE)
 _ENTRIES = re.compile(r"^(?:::: (?!sglrl\.errors$)\S+\n(?: {4,}.*\n)*\n?)+", re.MULTILINE)
+_PARAMETERS = re.compile(r"^(\| parameter \|.*\n\|---.*\n)(?:\|.*\n)*", re.MULTILINE)
+_OPTIONS = re.compile(r"^(\| sampling option \|.*\n\|---.*\n)(?:\|.*\n)*", re.MULTILINE)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 
 
@@ -96,14 +104,40 @@ def _rows(entry: str) -> Iterator[str]:
                 yield f"| `{name}.{method.name}` | {sentence} |"
 
 
+def _names(names: Iterable[str], own: str = "") -> str:
+    return ", ".join("=" if name == own else f"`{name}`" for name in names)
+
+
+def _parameter_rows() -> str:
+    """Return a row for each sampling parameter, with its names."""
+    rows = []
+    for field in FIELDS.values():
+        options = option_names(field) if field in OPTIONS else []
+        cells = [_names([field.name]), _names(field.names.aliases), _names(options)]
+        cells += [_names(field.in_dialect(dialect), field.name) for dialect in DIALECTS]
+        rows.append(f"| {' | '.join(cells)} |\n")
+    return "".join(rows)
+
+
+def _option_rows() -> str:
+    """Return a row for each sampling parameter that is an option of commands."""
+    rows = []
+    for field in OPTIONS:
+        text = option_text(field).replace("|", "\\|")
+        rows.append(f"| {_names(option_names(field))} | {option_default(field)} | {text} |\n")
+    return "".join(rows)
+
+
 def with_tables(page: str) -> str:
-    """Return a page with a table before each run of entries."""
+    """Return a page with a table before each run of entries, and with rows for all parameters."""
 
     def table(found: re.Match[str]) -> str:
         rows = [row for entry in re.findall(r"^::: (\S+)$", found[0], re.M) for row in _rows(entry)]
         return "\n".join(["| name | description |", "|---|---|", *rows, "", found[0]])
 
-    return _ENTRIES.sub(table, _TABLE.sub("", page))
+    page = _ENTRIES.sub(table, _TABLE.sub("", page))
+    page = _PARAMETERS.sub(lambda found: found[1] + _parameter_rows(), page)
+    return _OPTIONS.sub(lambda found: found[1] + _option_rows(), page)
 
 
 if __name__ == "__main__":

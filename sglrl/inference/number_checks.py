@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+import struct
 from collections.abc import Collection
 from operator import index
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
 from ..errors import InvalidRequest
+
+_FLOAT32: Final = struct.Struct("<f")
 
 
 def check_integer(name: str, value: Any, low: int, high: float = (1 << 31) - 1) -> None:
@@ -43,6 +46,15 @@ def check_token_ids(name: str, value: Any) -> None:
         check_integer(name, token, 0)
 
 
+def _float32(number: float) -> float:
+    """Return a number as engines compute with it: 1e39 is infinite and 1e-46 is 0."""
+    try:
+        (narrow,) = _FLOAT32.unpack(_FLOAT32.pack(number))
+    except OverflowError:
+        return math.copysign(math.inf, number)
+    return float(narrow)
+
+
 def check_number(name: str, value: Any, low: float, high: float, open_low: bool = False) -> None:
     if isinstance(value, (bool, np.bool_)) or not hasattr(value, "__float__"):
         raise InvalidRequest(f"{name} must be a number, got {value!r}")
@@ -52,9 +64,7 @@ def check_number(name: str, value: Any, low: float, high: float, open_low: bool 
         number = math.inf
     except (TypeError, ValueError):
         raise InvalidRequest(f"{name} must be a number, got {value!r}") from None
-    # Engines compute in float32, where 1e39 is infinite and 1e-46 is 0.
-    with np.errstate(over="ignore", under="ignore"):
-        narrow = float(np.float32(number))
+    narrow = _float32(number)
     finite = math.isfinite(number) and narrow < math.inf
     if not finite or number > high or number < low or (open_low and narrow == low):
         bracket = "(" if open_low else "["

@@ -63,15 +63,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             stop string that contains special tokens is removed completely only with
             ``skip_special_tokens=False``.
         stop_token_ids: tokens that end the output, in addition to the model's own.
-        stop_regex: regular expressions. The output ends where one of them matches, and the match is
-            part of ``text``. An expression that takes half a second of CPU time to match raises
+        stop_regex: regular expressions whose first match ends the output. The match is part of
+            ``text``. An expression that takes half a second of CPU time to match raises
             ``InvalidRequest``.
         no_stop_trim: keep the stop string or stop token at the end of ``text``.
         min_new_tokens: number of tokens before which the output does not end. Until then, no token
             that ends an output is sampled, and no stop string or expression is checked. As in vLLM,
             a match that ends after these tokens counts, even if it begins before.
-        frequency_penalty, presence_penalty: in [-2, 2], as OpenAI defines them.
-        repetition_penalty: in (0, 2], 1 for none (https://arxiv.org/abs/1909.05858).
+        frequency_penalty, presence_penalty: penalty in [-2, 2], as OpenAI defines it.
+        repetition_penalty: penalty in (0, 2], 1 for none (https://arxiv.org/abs/1909.05858).
         logit_bias: by token id, a bias that is added to the token's logit before temperature and
             softmax. The logprobs therefore include it. -inf and any value below -1e6 mean -1e6: the
             token is never sampled.
@@ -80,9 +80,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         seed: makes the sampling repeatable, in 0..2**62-1. A single request, and the first sample
             of several, use this seed. Every other sample, turn, fork and attempt uses a seed that
             is derived from it, so that no two of them sample the same.
-        json_schema, regex, ebnf, structural_tag: a grammar that the text must follow. At most one
-            of them may be given. A schema or a tag (see XGrammar, https://xgrammar.mlc.ai) may be a
-            dict or JSON text.
+        json_schema: a JSON schema that the text must follow, as a dict or JSON text. At most one of
+            ``json_schema``, ``regex``, ``ebnf`` and ``structural_tag`` may be given.
+        regex: a regular expression that the text must match.
+        ebnf: a grammar in EBNF that the text must follow.
+        structural_tag: a structural tag of XGrammar (https://xgrammar.mlc.ai) that the text must
+            follow, as a dict or JSON text.
         skip_special_tokens: leave special tokens out of ``text``.
         logprobs_mode: the distribution of all logprobs that the request returns.
 

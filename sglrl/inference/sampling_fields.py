@@ -6,6 +6,7 @@ of HTTP requests and the options of commands follow from its declaration.
 
 from __future__ import annotations
 
+import inspect
 import math
 import re
 from collections.abc import Mapping, Sequence, Set
@@ -280,11 +281,13 @@ class Field(NamedTuple):
     """The declaration of a sampling field.
 
     Attributes:
+        text: the first sentence about it in the docstring of the struct.
         type: the type of checked values.
         default: the value without an argument.
     """
 
     name: str
+    text: str
     type: Any
     default: Any
     kind: Kind
@@ -298,12 +301,29 @@ class Field(NamedTuple):
 def fields_of(params: type[msgspec.Struct]) -> dict[str, Field]:
     """Return the declared fields of a struct by name."""
     fields = {}
+    texts = _texts_of(params.__doc__ or "")
     for declared in msgspec.structs.fields(params):
         type_, kind, *names = get_args(declared.type)
         fields[declared.name] = Field(
-            declared.name, type_, declared.default, kind, *(names or [Names()])
+            declared.name,
+            texts.get(declared.name, ""),
+            type_,
+            declared.default,
+            kind,
+            *(names or [Names()]),
         )
     return fields
+
+
+def _texts_of(docstring: str) -> dict[str, str]:
+    """Return the first sentences about the attributes in a docstring by their names."""
+    section = inspect.cleandoc(docstring).partition("Attributes:\n")[2].partition("\n\nRaises:")[0]
+    entries = re.findall(r"^ {4}([\w, ]+): (.*(?:\n(?: {8}.*)?)*)", section, re.MULTILINE)
+    texts = {}
+    for names, text in entries:
+        for name in names.split(", "):
+            texts[name] = re.split(r"(?<=\.) (?=[A-Z])", " ".join(text.split()))[0]
+    return texts
 
 
 def _json(value: Mapping[str, Any]) -> str:

@@ -19,6 +19,7 @@ from rich.console import Console
 from ..config import install
 from ..errors import SglrlError, UsageError
 from .call import call
+from ..inference.sampling import SamplingParams
 from .display import print_json, quiet_warnings
 from .eval.command import evaluate
 from .node import node
@@ -33,6 +34,7 @@ from .options import (
     check_target,
     launch_arguments,
 )
+from .sampling_options import sampling_options
 from .serve import serve
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -198,7 +200,9 @@ def check(
 
 
 @_command
+@sampling_options
 def generate(
+    *,
     model: Model,
     prompts: Annotated[
         list[str] | None,
@@ -206,20 +210,7 @@ def generate(
             help="Texts to continue. Without any, each line of standard input is a prompt."
         ),
     ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Maximum number of tokens of a sample.")
-    ] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the smallest set of tokens with this probability.")
-    ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(help="Sample from this many most likely tokens; -1: all.")
-    ] = -1,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="A text that ends the output; may be repeated.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Makes the samples repeatable.")] = None,
+    sampling: SamplingParams,
     n: Annotated[int, typer.Option("--samples", "-n", min=1, help="Samples per prompt.")] = 1,
     chat: Annotated[
         bool,
@@ -242,7 +233,6 @@ def generate(
 
     from ..api.launching import launch
     from ..inference.completion import Completion
-    from ..inference.sampling import SamplingParams
 
     if not prompts:
         prompts = [line.rstrip("\r\n") for line in sys.stdin]
@@ -253,14 +243,6 @@ def generate(
         raise UsageError("there is no prompt: give one as an argument, or lines on standard input")
     if logprobs and not json:
         raise UsageError("--logprobs needs --json")
-    sampling = SamplingParams(
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        stop=tuple(stop or ()),
-        seed=seed,
-    )
     inputs: dict[str, Any] = {"prompt": prompts}
     if chat:
         inputs = {"messages": [[{"role": "user", "content": text}] for text in prompts]}

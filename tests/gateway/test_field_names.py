@@ -10,6 +10,14 @@ import httpx
 import msgspec
 import pytest
 import pytest_asyncio
+from inference.sampling_examples import (
+    BODIES,
+    NOT_FAKE,
+    example,
+    http_body,
+    received_sampling,
+    sent,
+)
 
 import sglrl
 from sglrl.errors import InvalidRequest
@@ -19,7 +27,8 @@ from sglrl.gateway.field_names import named
 from sglrl.gateway.serving import Gateway, serve
 from sglrl.gateway.sglang_generate import _Sampling as SglangSampling
 from sglrl.gateway.vllm_generate import _Sampling as VllmSampling
-from sglrl.inference.sampling import SamplingParams
+from sglrl.inference import sampling_fields as kinds
+from sglrl.inference.sampling import FIELDS, SamplingParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -169,6 +178,21 @@ async def test_two_fields_that_do_not_fit(gateway: Gateway, dialect: Dialect) ->
 async def test_stop_takes_texts(gateway: Gateway, dialect: Dialect) -> None:
     message = await refused(gateway, dialect, {"stop": [5]})
     assert re.search(r"\bstop\b.*stop_token_ids", message), message
+
+
+@pytest.mark.parametrize("dialect", kinds.DIALECTS)
+async def test_every_dialect_sends_every_sampling_field(gateway: Gateway, dialect: str) -> None:
+    path, _ = BODIES[dialect]
+    async with httpx.AsyncClient(base_url=gateway.url, timeout=60) as http:
+        for field in FIELDS.values():
+            # The grammar of a chat is about the text after the reasoning.
+            if field.name in NOT_FAKE or isinstance(field.kind, kinds.Grammar):
+                continue
+            for name in field.in_dialect(dialect):
+                with received_sampling() as received:
+                    answer = await http.post(path, json=http_body(dialect, name, example(field)))
+                assert answer.status_code == 200, answer.text
+                assert received[0].get(field.name) == sent(field), name
 
 
 async def test_too_many_logprobs(gateway: Gateway) -> None:

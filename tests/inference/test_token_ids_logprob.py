@@ -133,7 +133,8 @@ async def test_wrong_values_are_never_sent(client: sglrl.Client, value: Any, say
 
 
 @pytest.mark.parametrize(
-    ("value", "says"), [((1000,), "outside the vocabulary"), ((5,) * 1001, "1001 likeliest")]
+    ("value", "says"),
+    [((1000,), "holds 1000; the vocabulary"), ((5,) * 1001, "has 1001 token ids")],
 )
 async def test_clients_in_other_places_are_checked(
     client: sglrl.Client, monkeypatch: pytest.MonkeyPatch, value: tuple[int, ...], says: str

@@ -141,10 +141,11 @@ async def test_as_many_tokens_as_there_may_be_are_scored(remote: sglrl.Client) -
 async def test_grammars_that_a_client_should_not_have_let_through(
     remote: sglrl.Client, monkeypatch: pytest.MonkeyPatch, grammar: dict[str, str]
 ) -> None:
-    monkeypatch.setattr(sglrl.SamplingParams, "_check_grammar", lambda self: None)
+    to_wire = sglrl.SamplingParams.to_wire
     (name,) = grammar
-    with pytest.raises(sglrl.InvalidRequest, match=name):
-        await remote.generate(input_ids=IDS, max_new_tokens=2, **grammar)
+    with monkeypatch.context() as patch, pytest.raises(sglrl.InvalidRequest, match=name):
+        patch.setattr(sglrl.SamplingParams, "to_wire", lambda *args: {**to_wire(*args), **grammar})
+        await remote.generate(input_ids=IDS, max_new_tokens=2, stop=[name])
     assert len((await remote.generate(input_ids=IDS, max_new_tokens=2)).output_ids) == 2
 
 

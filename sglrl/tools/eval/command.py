@@ -10,12 +10,16 @@ import typer
 from rich.console import Console
 
 from ...errors import UsageError
+from ...inference.sampling import SamplingParams
 from ...wire.malformed import malformed
 from ..display import print_json, quiet_warnings
 from ..options import Device, Engine, Model, Replicas, Set, TpSize, check_target, launch_arguments
+from ..sampling_options import sampling_options
 
 
+@sampling_options
 def evaluate(
+    *,
     model: Model,
     input: Annotated[
         Path,
@@ -49,49 +53,7 @@ def evaluate(
             show_default="1, 2, 4, ... up to the samples",
         ),
     ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Maximum number of tokens of a sample.", show_default="128"),
-    ] = None,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 1.0,
-    top_p: Annotated[
-        float, typer.Option(help="Sample from the smallest set of tokens with this probability.")
-    ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(help="Sample from this many most likely tokens; -1: all.")
-    ] = -1,
-    min_p: Annotated[
-        float,
-        typer.Option(
-            help="Sample from tokens with this probability, relative to the most likely token."
-        ),
-    ] = 0.0,
-    stop: Annotated[
-        list[str] | None, typer.Option(help="A text that ends the output; may be repeated.")
-    ] = None,
-    stop_token_ids: Annotated[
-        list[int] | None, typer.Option(help="A token id that ends the output; may be repeated.")
-    ] = None,
-    stop_regex: Annotated[
-        list[str] | None,
-        typer.Option(help="A regular expression whose match ends the output; may be repeated."),
-    ] = None,
-    min_new_tokens: Annotated[
-        int, typer.Option(help="Number of tokens before which no output ends.")
-    ] = 0,
-    frequency_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
-    presence_penalty: Annotated[float, typer.Option(help="-2 to 2.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="0 to 2; 1: none.")] = 1.0,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Continue after the model's end-of-sequence token.")
-    ] = False,
-    json_schema: Annotated[
-        str | None, typer.Option(metavar="JSON", help="A JSON schema that the output must follow.")
-    ] = None,
-    regex: Annotated[
-        str | None, typer.Option(help="A regular expression that the output must match.")
-    ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Makes the samples repeatable.")] = None,
+    sampling: SamplingParams,
     logprobs: Annotated[
         bool, typer.Option("--logprobs", help="Write the id and logprob of each token.")
     ] = False,
@@ -122,7 +84,6 @@ def evaluate(
       sglrl eval Qwen/Qwen3-0.6B --input problems.jsonl --output results.jsonl \\
         --samples 8 --score rewards:exact
     """
-    from ...inference.sampling import SamplingParams
     from .run import EvalSettings, run_eval
     from .summary import table_of
 
@@ -134,24 +95,7 @@ def evaluate(
             input=input,
             output=output,
             samples=n,
-            sampling=SamplingParams(
-                max_new_tokens=max_new_tokens,
-                temperature=temperature,
-                top_p=top_p,
-                top_k=top_k,
-                min_p=min_p,
-                stop=stop or (),
-                stop_token_ids=stop_token_ids or (),
-                stop_regex=stop_regex or (),
-                min_new_tokens=min_new_tokens,
-                frequency_penalty=frequency_penalty,
-                presence_penalty=presence_penalty,
-                repetition_penalty=repetition_penalty,
-                ignore_eos=ignore_eos,
-                json_schema=json_schema,
-                regex=regex,
-                seed=seed,
-            ),
+            sampling=sampling,
             logprobs=logprobs,
             template=_json_object("--template", template),
             score=score,
