@@ -143,7 +143,7 @@ def test_every_dialect_decodes_every_field(dialect: str) -> None:
             assert made.names.get(field.name, field.name) == name
         if not field.in_dialect(dialect) and dialect in ("sglang", "vllm"):
             body = http_body(dialect, field.name, example(field))
-            with pytest.raises(sglrl.InvalidRequest, match=rf"field '{field.name}' is not"):
+            with pytest.raises(sglrl.InvalidRequest, match=r"field '\w+' is not supported"):
                 api.parse(json.dumps(body).encode()).turns()
 
 
