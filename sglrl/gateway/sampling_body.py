@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Final, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import msgspec
 
@@ -11,8 +11,6 @@ from ..errors import InvalidRequest
 from ..inference.sampling import FIELDS
 
 _Body = TypeVar("_Body", bound="SamplingBody")
-_TOP_K_OF_VLLM: Final = ("chat", "completions", "responses", "anthropic", "vllm")
-"""The dialects whose clients mean all tokens with ``top_k=0``, as in vLLM."""
 
 
 class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,7 +43,8 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
         if limit is not None and limit < least_tokens:
             name = self.sampling_names()["max_new_tokens"]
             raise InvalidRequest(f"{name} must be at least {least_tokens}, got {limit}")
-        if sampling.get("top_k") == 0 and self.dialect in _TOP_K_OF_VLLM:
+        if sampling.get("top_k") == 0 and self.dialect != "sglang":
+            # vLLM's clients mean all tokens. SGLang rejects 0.
             sampling["top_k"] = -1
         return sampling
 
