@@ -12,7 +12,7 @@ from typing import Any, Final
 import msgspec
 
 from ..errors import InvalidRequest
-from ..inference.grammar_checks import GRAMMARS
+from ..inference.sampling import GRAMMARS
 from .dialect import convert_fields
 
 _FORM: Final = "response_format"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -11,9 +11,6 @@ from ..errors import InvalidRequest
 from ..wire.malformed import malformed
 from .engine_grammar import engine_grammar
 from .tokens import check_text
-
-GRAMMARS: Final = ("json_schema", "regex", "ebnf", "structural_tag")
-"""The sampling parameters that are grammars."""
 
 
 def check_grammar(name: str, text: str) -> None:

@@ -11,7 +11,6 @@ import msgspec
 
 from ..core.seeds import MOST_SEED
 from ..errors import InvalidRequest
-from .grammar_checks import GRAMMARS
 from .logit_processors import check_processor
 from .sampling_fields import (
     DIALECTS,
@@ -112,6 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         InvalidRequest: a value is out of range or of the wrong type.
     """
 
+    # The annotation of a field has its type, its kind, and its names if it has several.
     max_new_tokens: Annotated[
         int | None,
         Integer(1),
@@ -234,6 +234,8 @@ FIELDS: Final = fields_of(SamplingParams)
 """The declarations of the sampling parameters by name."""
 ALIASES: Final = {alias: field.name for field in FIELDS.values() for alias in field.names.aliases}
 """Names of vLLM and OpenAI for the same parameters."""
+GRAMMARS: Final = tuple(name for name, field in FIELDS.items() if isinstance(field.kind, Grammar))
+"""The sampling parameters that are grammars."""
 
 
 class SentSampling(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
