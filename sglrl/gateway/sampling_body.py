@@ -18,11 +18,13 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         dialect: one of ``DIALECTS``.
-        clients_names: by our name of a sampling parameter, the fields of the dialect.
+        first_names: by our name of a sampling parameter, the client's name.
+        other_names: our names, by the client's second names of the same parameters.
     """
 
     dialect: ClassVar[str] = ""
-    clients_names: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+    first_names: ClassVar[Mapping[str, str]] = {}
+    other_names: ClassVar[Mapping[str, str]] = {}
 
     def given_sampling(self, least_tokens: int = 1) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that are given.
@@ -34,11 +36,16 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
             InvalidRequest: two fields of the same meaning differ, or the output is too short.
         """
         sampling = {}
-        for name, given in self._given().items():
-            first, *others = given.values()
-            if any(other != first for other in others):
-                raise InvalidRequest(f"{' and '.join(given)} differ: give one of them")
-            sampling[name] = first
+        for ours, name in self.first_names.items():
+            value = getattr(self, name)
+            if value is not None:
+                sampling[ours] = value
+        for name, ours in self.other_names.items():
+            value = getattr(self, name)
+            if value not in (None, []) and sampling.setdefault(ours, value) != value:
+                raise InvalidRequest(
+                    f"{self.first_names[ours]} and {name} differ: give one of them"
+                )
         limit = sampling.get("max_new_tokens")
         if limit is not None and limit < least_tokens:
             name = self.sampling_names()["max_new_tokens"]
@@ -49,22 +56,11 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
         return sampling
 
     def sampling_names(self) -> dict[str, str]:
-        """Return ``TurnRequest.names``: the fields that are given, or else the first ones."""
-        given = self._given()
-        return {
-            name: [names[0], *given.get(name, ())][-1] for name, names in self.clients_names.items()
+        """Return ``TurnRequest.names``: the second names that are given, or the first names."""
+        given = {
+            ours: name for name, ours in self.other_names.items() if getattr(self, name) is not None
         }
-
-    def _given(self) -> dict[str, dict[str, Any]]:
-        """Return the given values by our name and by the client's names."""
-        found: dict[str, dict[str, Any]] = {}
-        for name, names in self.clients_names.items():
-            for one in names:
-                value = getattr(self, one)
-                # An empty list has no effect beside another field of the same meaning.
-                if value is not None and (value != [] or len(names) == 1):
-                    found.setdefault(name, {})[one] = value
-        return found
+        return {**self.first_names, **given}
 
 
 def sampling_fields(dialect: str) -> Callable[[type[_Body]], type[_Body]]:
@@ -72,15 +68,25 @@ def sampling_fields(dialect: str) -> Callable[[type[_Body]], type[_Body]]:
 
     They are not attributes that a type checker knows: ``given_sampling`` returns them.
     """
-    names = {name: ours for name, field in FIELDS.items() if (ours := field.in_dialect(dialect))}
+    names = {name: field.in_dialect(dialect) for name, field in FIELDS.items()}
+    namespace = {
+        "dialect": dialect,
+        "first_names": {ours: clients[0] for ours, clients in names.items() if clients},
+        "other_names": {name: ours for ours, clients in names.items() for name in clients[1:]},
+    }
+    fields = [
+        (name, FIELDS[ours].type | None, None)
+        for ours, clients in names.items()
+        for name in clients
+    ]
 
     def add(body: type[_Body]) -> type[_Body]:
         return msgspec.defstruct(  # type: ignore[return-value]
             body.__name__,
-            [(one, FIELDS[name].type | None, None) for name in names for one in names[name]],
+            fields,
             bases=(body,),
             module=body.__module__,
-            namespace={"__doc__": body.__doc__, "dialect": dialect, "clients_names": names},
+            namespace={"__doc__": body.__doc__, **namespace},
             frozen=True,
             kw_only=True,
         )

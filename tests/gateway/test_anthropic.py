@@ -197,6 +197,7 @@ REFERENCE = {"type": "tool_reference", "tool_name": "x"}
         (blocks_of("assistant", {**CALL, "input": "{}"}), "Expected `object`, got `str`"),
         ({"system": [IMAGE]}, "system[0] is of type 'image'"),
         ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
+        ({"stop": ["a"], "stop_sequences": ["b"]}, "stop and stop_sequences differ: give one"),
         ({"max_tokens": "7"}, "Expected `int | null`, got `str` - at `max_tokens`"),
         ({"stop": "x", "stop_sequences": ["y"]}, "give one of them"),
         ({"n": 2}, "the field 'n' is not supported"),
