@@ -18,8 +18,8 @@ from rich.console import Console
 
 from ..config import install
 from ..errors import SglrlError, UsageError
-from .call import call
 from ..inference.sampling import SamplingParams
+from .call import call
 from .display import print_json, quiet_warnings
 from .eval.command import evaluate
 from .node import node
