@@ -18,12 +18,13 @@ from urllib.parse import quote
 from ..config import cache_dir
 from ..errors import UsageError
 
-RECIPE = 2
+RECIPE = 3
 """Version of the model recipe. Increase it with every change to the model or the tokenizer, so that
 old cache entries are not used."""
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHAT_TEMPLATE = (
+    "{% if tools %}<|im_start|>system\nTools: {{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for message in messages %}"
     "<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n"
     "{% endfor %}"

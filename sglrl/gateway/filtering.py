@@ -23,15 +23,12 @@ class Filtering:
     """Applies the options of a gateway to requests.
 
     Args:
-        shows_tools: the model's chat template writes tools into prompts.
-        shows_system: it writes system messages that are not the first message.
+        shows_system: the model's chat template writes system messages that are not the
+            first message.
     """
 
-    def __init__(
-        self, options: GatewayOptions, shows_tools: bool = True, shows_system: bool = True
-    ) -> None:
+    def __init__(self, options: GatewayOptions, shows_system: bool = True) -> None:
         self._options = options
-        self._shows_tools = shows_tools
         self._shows_system = shows_system
         self._warned: set[str] = set()
 
@@ -41,8 +38,6 @@ class Filtering:
         Raises:
             InvalidRequest: the model cannot be shown a tool.
         """
-        if request.tools and not self._shows_tools:
-            raise InvalidRequest("the chat template of this model shows no tools: omit tools")
         for tool in request.left_out:
             if self._options.unsupported_tools == "reject":
                 raise InvalidRequest(

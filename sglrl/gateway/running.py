@@ -12,7 +12,7 @@ import msgspec
 from ..client.client import Client
 from ..config import GatewayOptions
 from ..driver.threads import in_thread
-from ..inference.chat_templates import template_shows_system, template_shows_tools
+from ..inference.chat_templates import template_shows_system
 from ..inference.prompts import load_tokenizer
 from ..sessions.session import Session
 from .app import Endpoints
@@ -49,7 +49,6 @@ class Running:
         # This takes seconds. Without it the first request would.
         box = client.requests.box
         await load_tokenizer(box)
-        shows_tools = await in_thread(template_shows_tools, box)
         shows_system = await in_thread(template_shows_system, box)
         self.registry = Registry(
             client,
@@ -57,7 +56,7 @@ class Running:
             most=settings.max_sessions,
             process=self._place.index,
         )
-        filtering = Filtering(settings.options, shows_tools, shows_system)
+        filtering = Filtering(settings.options, shows_system)
         endpoints = Endpoints(client, self.registry, settings, filtering)
         listener = bound(settings.host, settings.port)
         self.url = settings.url(listener.getsockname()[1])

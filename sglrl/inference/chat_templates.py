@@ -45,18 +45,6 @@ def template_text(box: TokenizerBox, template: Mapping[str, Any]) -> str:
     return str(template.get("chat_template") or getattr(box.tokenizer, "chat_template", None) or "")
 
 
-def template_shows_tools(box: TokenizerBox) -> bool:
-    """Return whether the chat template writes tools into prompts."""
-    try:
-        without = render_conversation(box, PROBES[0], {})
-    except InvalidRequest:
-        return False
-    try:
-        return render_conversation(box, PROBES[0], {"tools": [TOOL]}) != without
-    except InvalidRequest:
-        return True
-
-
 def template_shows_system(box: TokenizerBox) -> bool:
     """Return whether the chat template writes system messages that are not the first message."""
     first, ask = {"role": "system", "content": "Be brief."}, PROBES[0][0]
@@ -68,15 +56,6 @@ def template_shows_system(box: TokenizerBox) -> bool:
         except InvalidRequest:
             return False
     return True
-
-
-def schemas(tools: Sequence[Any]) -> list[Any]:
-    """Return the schema of each tool. That of a function is made of its hints and docstring."""
-    if any(callable(tool) for tool in tools):
-        from transformers.utils import get_json_schema
-
-        return [get_json_schema(tool) if callable(tool) else tool for tool in tools]
-    return list(tools)
 
 
 def render_conversation(

@@ -15,6 +15,7 @@ from ..driver.from_thread import from_thread
 from ..driver.threads import in_thread
 from ..errors import InvalidRequest
 from .tokens import TokenizerBox, check_ids
+from .tool_schemas import checked_tools
 
 Message = Mapping[str, Any]
 
@@ -70,13 +71,19 @@ async def encode_prompts(
         work = partial(box.encode_messages, template=template)
     else:
         several, inputs = (False, [prompt]) if isinstance(prompt, str) else (True, prompt)
-        if not isinstance(inputs, (list, tuple)) or not all(isinstance(p, str) for p in inputs):
+        if not isinstance(inputs, (list, tuple)):
             raise InvalidRequest(
                 f"prompt must be text or a list of texts, got {type_of(prompt)}; for tokens use "
                 "input_ids"
             )
         if not inputs:
             raise InvalidRequest("the list of prompts is empty")
+        for at, one in enumerate(inputs):
+            if not isinstance(one, str):
+                raise InvalidRequest(
+                    f"prompt[{at}] must be text, got {type_of(one)}: {one!r:.99}; for tokens use "
+                    "input_ids"
+                )
         if not all(inputs):
             raise InvalidRequest("the prompt is empty; at least one token is needed")
         work = box.encode_texts
@@ -115,7 +122,7 @@ def template_arguments(
         raise InvalidRequest("template and chat_template_kwargs are the same: give one of them")
     found = {**(template or chat_template_kwargs or {})}
     if tools is not None:
-        found["tools"] = list(tools)
+        found["tools"] = checked_tools(tools)
     if continue_final_message:
         found["continue_final_message"] = True
     if found and messages is None:

@@ -21,6 +21,7 @@ from ..config import is_text, type_of
 from ..errors import InvalidRequest
 from ..transport.system_limits import start_thread
 from .roles import Roles
+from .tool_schemas import schemas
 
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 _INT: set[type] = {int}
@@ -181,6 +182,8 @@ class TokenizerBox:
         self._tokenizer: Any = None
         self._roles: dict[Any, Roles] = {}
         """The entries by chat template. The key None stands for the model's own template."""
+        self._shows_tools: set[Any] = set()
+        """The chat templates that have written tools; None: the model's own."""
         self._lock = threading.Lock()
         self._waiting: list[Callable[[Exception | None], None]] = []
         """Called when the thread that loads the tokenizer ends."""
@@ -311,6 +314,8 @@ class TokenizerBox:
                     "continue_final_message continues a message of the assistant, and the last "
                     f"message is {messages[-1]!r:.200}"
                 )
+        if options.get("tools"):
+            options["tools"] = schemas(options["tools"])
         # A model may sample one half of a surrogate pair in the arguments of a call.
         messages = [
             {**message, "tool_calls": without_surrogates(message["tool_calls"])}
@@ -328,8 +333,34 @@ class TokenizerBox:
     def encode_messages(
         self, conversations: Sequence[Any], template: Mapping[str, Any] | None = None
     ) -> list[list[int]]:
-        """Render each conversation and return its token ids."""
-        return self.encode_rendered([self.render(c, template) for c in conversations])
+        """Render each conversation and return its token ids.
+
+        Raises:
+            InvalidRequest: as ``render``, or the chat template does not write the tools.
+        """
+        texts = [self.render(c, template) for c in conversations]
+        if template and template.get("tools"):
+            self._check_tools(conversations[0], template, texts[0])
+        return self.encode_rendered(texts)
+
+    def _check_tools(self, messages: Any, template: Mapping[str, Any], text: str) -> None:
+        """Check that the chat template writes tools, until it has written some.
+
+        Args:
+            text: the rendered messages.
+        """
+        key = template.get("chat_template")
+        if key in self._shows_tools:
+            return
+        options = {name: value for name, value in template.items() if name != "tools"}
+        try:
+            shows = self._render(messages, options) != text
+        except InvalidRequest:
+            # The template needs tools.
+            shows = True
+        if not shows:
+            raise InvalidRequest("the chat template of this model shows no tools: omit tools")
+        self._shows_tools.add(key)
 
     def encode_rendered(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of texts, without adding special tokens."""

@@ -13,7 +13,7 @@ import numpy as np
 from ..config import check_target, check_timeout
 from ..driver.threads import in_thread
 from ..errors import InvalidRequest
-from ..inference.chat_templates import render_conversation, schemas
+from ..inference.chat_templates import render_conversation
 from ..inference.prompts import (
     Message,
     as_messages,
@@ -28,6 +28,7 @@ from ..inference.sampling_cache import Prepared
 from ..inference.single_call import stop_after_call
 from ..inference.tokens import TokenIds, check_ids
 from ..inference.tool_choice import ToolChoice, chosen_tool
+from ..inference.tool_schemas import checked_tools, schemas
 from ..inference.turn_grammar import turn_grammar
 from .rewards import checked_weights
 
@@ -93,6 +94,7 @@ class SessionSpec:
         if renderer is not None and ((messages is None and not promptless) or allow_rewrite):
             why = "with allow_rewrite, none is used" if allow_rewrite else "none are given"
             raise InvalidRequest(f"renderer is for messages: {why}")
+        tools = None if tools is None else checked_tools(tools)
         chosen_tool(tool_choice, tools)
         self.promptless = promptless
         self.tool_choice = tool_choice

@@ -11,6 +11,7 @@ from sessions.families import FAMILIES, family_tokenizer
 
 import sglrl
 from sglrl import GatewayOptions, InvalidRequest, UsageError
+from sglrl.api.tiny_model import make_model
 from sglrl.gateway.dialect import TurnRequest
 from sglrl.gateway.filtering import Filtering
 from sglrl.inference.chat_templates import template_shows_system
@@ -109,3 +110,25 @@ async def test_a_rollout_has_the_options(processes: int | None) -> None:
         with pytest.raises(UsageError, match="before a turn was sampled"):
             async with sglrl.rollout(client, agent, [0], gateway=True, **options) as run:
                 assert not [group async for group in run]
+
+
+async def test_tools_that_the_template_does_not_write(tmp_path: Path) -> None:
+    import httpx
+
+    function = {"name": "add", "description": "", "parameters": {"type": "object"}}
+    responses = [{"type": "function", **function}]
+    chat = [{"type": "function", "function": function}]
+    model = make_model(tmp_path, characters="0123456789")
+    async with (
+        sglrl.launch(model, engine="fake") as client,
+        sglrl.serve(client, name="x") as gateway,
+        httpx.AsyncClient(base_url=gateway.url, timeout=60) as http,
+    ):
+        for path, body in (
+            ("/v1/responses", {"input": "1", "tools": responses}),
+            ("/v1/chat/completions", {"messages": [message("u1")], "tools": chat}),
+        ):
+            for stream in (False, True):
+                made = await http.post(path, json={"model": "x", "stream": stream, **body})
+                assert made.status_code == 400, made.text
+                assert "shows no tools: omit tools" in made.json()["error"]["message"]

@@ -128,12 +128,56 @@ def session_text(client: sglrl.Client, turn: sglrl.Completion) -> str:
     return text
 
 
+async def test_tools_that_the_template_does_not_write_are_rejected(client: sglrl.Client) -> None:
+    """Whether it writes them is seen in the first prompt with tools, not in a sample of prompts."""
+    silent = TEMPLATE.split("\n{% endfor %}", 1)[1]
+    needs_system = silent + "{% if messages[0].role == 'system' %}{{ tools | tojson }}{% endif %}"
+    be_brief = [{"role": "system", "content": "Be brief."}, *ASK]
+    for template, messages, shows in (
+        (silent, ASK, False),
+        (needs_system, ASK, False),
+        (needs_system, be_brief, True),
+    ):
+        given: dict[str, Any] = {"messages": messages, "template": {"chat_template": template}}
+        await client.generate(**given, tools=[], max_new_tokens=1)
+        async with client.session(**given, tools=[add], max_new_tokens=1) as session:
+            if shows:
+                await session.generate()
+                continue
+            for call in (
+                session.generate(),
+                client.generate(**given, tools=[add], max_new_tokens=1),
+                anext(aiter(client.stream(**given, tools=[add], max_new_tokens=1))),
+            ):
+                with pytest.raises(sglrl.InvalidRequest, match="shows no tools: omit tools"):
+                    await call
+
+
+async def test_the_tiny_model_shows_tools() -> None:
+    async with sglrl.launch("tiny", engine="fake") as client:
+        made = await client.generate(messages=ASK, tools=[add], max_new_tokens=1)
+        text = client.tokenizer.decode(made.prompt_ids.tolist())
+        assert "Add two numbers." in text
+        assert text.endswith(client.tokenizer.decode(expected(client, ASK)))
+
+
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no messages": ({"input_ids": [1], "tools": [SCHEMA]}, "tools is for messages"),
     "a prompt": ({"prompt": "a", "template": {"x": 1}}, "x is for messages"),
     "both names": (
         {"messages": ASK, "template": {"x": 1}, "chat_template_kwargs": {"x": 1}},
         "template and chat_template_kwargs are the same",
+    ),
+    "no tool": ({"messages": ASK, "tools": [SCHEMA, 1]}, r"tools\[1\] must be .*, got int: 1"),
+    "no list of tools": ({"messages": ASK, "tools": add}, r"use tools=\[tool\]"),
+    "a schema alone": ({"messages": ASK, "tools": SCHEMA}, r"got dict: .*use tools=\[tool\]"),
+    "a function without hints": (
+        {"messages": ASK, "tools": [add, lambda x: x]},
+        r"tools\[1\] has no schema, .*<lambda>",
+    ),
+    "a list with a number": (
+        {"prompt": ["a", 1]},
+        r"prompt\[1\] must be text, got int: 1",
     ),
     "nothing to continue": (
         {"messages": ASK, "continue_final_message": True},
