@@ -59,14 +59,14 @@ class FailurePolicy:
         """Keep an error that is not a failure of its sample."""
         self.errors.append(error)
 
-    def count_late(self, error: Exception) -> None:
-        """Count an attempt that was too late.
+    def count_late(self, error: Exception, sample: Sample) -> None:
+        """Count and log an attempt that was too late.
 
         Raises:
             Exception: ``error`` itself, if all samples so far have failed.
             RolloutFailed: too many of the latest attempts have failed.
         """
-        self._count(error)
+        self._log(self._count(error), error, sample)
 
     def count_failure(self, error: Exception, sample: Sample, *, fatal: bool) -> bool:
         """Count and log a failed attempt. Return whether the sample may run again.

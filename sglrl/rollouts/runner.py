@@ -247,7 +247,7 @@ class Runner:
                 case Failed(error, fatal):
                     self._failed(sample, error, fatal)
                 case Late(error):
-                    self._failures.count_late(error)
+                    self._failures.count_late(error, sample)
                     self._lost(sample, "timeout")
                 case GivenUp(reason):
                     self._lost(sample, reason)

@@ -16,7 +16,9 @@ from .agents import (
 )
 
 
-async def test_stragglers_are_cancelled_and_counted(client: sglrl.Client) -> None:
+async def test_stragglers_are_cancelled_counted_and_logged(
+    client: sglrl.Client, caplog: pytest.LogCaptureFixture
+) -> None:
     cancelled = []
 
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
@@ -34,6 +36,8 @@ async def test_stragglers_are_cancelled_and_counted(client: sglrl.Client) -> Non
     assert len(groups) == 40
     assert (len(groups[7].trajectories), groups[7].failed) == (2, 1)
     assert run.metrics.samples_lost == {"timeout": 1}
+    says = "sample 2 of item 7 failed: DeadlineExceeded: the agent took longer than 3 s (timeout)"
+    assert [one.getMessage() for one in caplog.records if one.levelname == "WARNING"] == [says]
 
 
 async def test_a_timeout_of_a_tool_is_an_error_like_others(client: sglrl.Client) -> None:
