@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
 from ..core.seeds import SEEDS
-from ..errors import UsageError
+from ..errors import InvalidRequest, UsageError
 from ..inference.logit_processors import is_processor_name
+from ..inference.tokens import check_ids
 from .argument_table import check_argument
 from .engine_aliases import without_aliases
 from .engine_fields import engine_fields
@@ -59,6 +60,7 @@ DTYPES = {
     "fp16": "float16",
 }
 
+FAKE_VOCAB_SIZE = 1 << 17
 FAKE_ARGUMENTS = {
     "tokens_per_step",
     "request_seconds",
@@ -80,12 +82,13 @@ FAKE_ARGUMENTS = {
 
 
 def check_engine_arguments(
-    engine: str, args: dict[str, Any], sglang: str | None = None
+    engine: str, args: dict[str, Any], sglang: str | None = None, own: Iterable[str] = ()
 ) -> dict[str, Any]:
     """Check an engine's arguments and return them without SGLang's aliases.
 
     Args:
         sglang: the folder of the workers' SGLang; None: the driver's SGLang.
+        own: names of the caller's other arguments, for suggestions.
 
     Raises:
         UsageError: the engine has no such argument, it cannot work, sglrl sets it, two names set
@@ -106,13 +109,33 @@ def check_engine_arguments(
                 f"{name!r} is not an argument of launch; use {FOREIGN_ARGUMENTS[name]}"
             )
         if name not in known:
-            near = get_close_matches(name, known, n=1)
+            near = get_close_matches(name, [*own, *known], n=1)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             theirs = "SGLang's ServerArgs" if fields else f"engine={engine!r}"
             raise UsageError(f"{name!r} is neither an argument of launch nor of {theirs}{hint}")
         if name in fields:
             check_argument(name, args[name], fields[name])
+    if not fields:
+        _check_answers(args)
     return args
+
+
+def _check_answers(args: Mapping[str, Any]) -> None:
+    """Check the answers of the fake engine.
+
+    Raises:
+        UsageError: they are not lists of token ids. The error names the wrong one.
+    """
+    answers = args.get("answers", ())
+    if not isinstance(answers, (list, tuple)):
+        raise UsageError(f"answers must be lists of token ids, got {answers!r:.200}")
+    for at, ids in enumerate(answers):
+        try:
+            check_ids(ids, args.get("vocab_size", FAKE_VOCAB_SIZE))
+        except InvalidRequest:
+            raise UsageError(
+                f"answers[{at}] must be a list of token ids of the vocabulary, got {ids!r:.200}"
+            ) from None
 
 
 def set_deterministic(args: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,6 +39,7 @@ from ..transport.addresses import check_address
 from ..transport.curve_keys import read_driver_keys
 from ..wire.processes import EngineSpec
 from .engine_arguments import (
+    FAKE_VOCAB_SIZE,
     check_dtype,
     check_engine_arguments,
     check_on_cpu,
@@ -156,7 +158,8 @@ def launch(
             copies its weights. None: no host. A copy needs as much memory as the model has; where
             there is too little, a warning says so.
         engine: "sglang", or "fake": a deterministic engine without torch, for tests. It repeats the
-            prompt. Weight updates need torch and change only the version.
+            prompt, or returns ``answers=``: lists of token ids, one list for each request. Weight
+            updates need torch and change only the version.
         accelerations: sglrl's faster replacements for parts of SGLang. True: all that fit; False:
             none; or a list of names from ``sglrl doctor``. An acceleration stays off if it does not
             fit the installed SGLang. With deterministic inference or ``rl_on_policy_target``, an
@@ -233,7 +236,7 @@ def launch(
             raise UsageError("tp_size and tensor_parallel_size are the same: give one of them")
         tp_size = engine_args.pop("tensor_parallel_size")
     positive("tp_size", tp_size)
-    engine_args = check_engine_arguments(engine, engine_args, sglang)
+    engine_args = check_engine_arguments(engine, engine_args, sglang, signature(launch).parameters)
     if deterministic and engine == "sglang":
         set_deterministic(engine_args)
     processors = take_logit_processors(engine, logit_processors, engine_args)
@@ -266,7 +269,7 @@ def launch(
                 "engine='fake' is not SGLang: no accelerations=, allow_unknown_sglang="
             )
         groups = [None] * replicas
-        engine_args.setdefault("vocab_size", 1 << 17)
+        engine_args.setdefault("vocab_size", FAKE_VOCAB_SIZE)
     check_restarts(restarts, restart_period)
     worker_env = check_env(env)
     check_address(address, keys=keys is not None, insecure=insecure)

@@ -87,6 +87,11 @@ async def run_tools(
 def _by_name(tools: Mapping[str, Tool] | Sequence[Tool]) -> dict[str, Tool]:
     if isinstance(tools, Mapping):
         found = dict(tools)
+    elif not isinstance(tools, Sequence):
+        raise UsageError(
+            f"tools must be a list of functions, or a mapping of them by name, got {tools!r:.200}; "
+            "for one tool, use run_tools([tool])"
+        )
     else:
         found = {getattr(tool, "__name__", repr(tool)): tool for tool in tools}
         if len(found) < len(tools):

@@ -80,6 +80,38 @@ def test_an_error_names_our_argument(model: Path, name: str, ours: str) -> None:
     assert str(caught.value).startswith(f"{name!r} is not an argument of launch; use {ours}")
 
 
+@pytest.mark.parametrize("engine", ["sglang", "fake"])
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("replica", "replicas"),
+        ("replics", "replicas"),
+        ("devise", "device"),
+        ("dytpe", "dtype"),
+        ("max_que", "max_queue"),
+        ("context_lenght", "context_length"),
+    ],
+)
+def test_a_misspelt_argument(model: Path, engine: str, name: str, meant: str) -> None:
+    with pytest.raises(sglrl.UsageError, match=f"'{name}' is .*; did you mean '{meant}'"):
+        sglrl.launch(model, engine=engine, **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("answers", "says"),
+    [
+        (["abc"], r"answers\[0\] must be a list of token ids .*, got 'abc'"),
+        ([[1], [512]], r"answers\[1\] must be a list of token ids .*, got \[512\]"),
+        ([1], r"answers\[0\] must be"),
+        ([[]], r"answers\[0\] must be"),
+        ("abc", "answers must be lists of token ids, got 'abc'"),
+    ],
+)
+def test_answers_of_the_fake_engine(answers: Any, says: str) -> None:
+    with pytest.raises(sglrl.UsageError, match=says):
+        sglrl.launch("tiny", engine="fake", vocab_size=512, answers=answers)
+
+
 @pytest.mark.parametrize(
     ("given", "says"),
     [

@@ -278,6 +278,7 @@ async def test_wrong_arguments(scripted: Any) -> None:
     for arguments, why in (
         ({"tools": {"add": 3}}, "the tool 'add' cannot be called"),
         ({"tools": [add, add]}, "two of the tools have the same name"),
+        ({"tools": add}, r"tools must be a list of .*, got <function add.*run_tools\(\[tool\]\)"),
         ({"tools": [add], "max_turns": 0}, "max_turns must be"),
         ({"tools": [add], "max_result": True}, "max_result must be"),
         ({"tools": [add], "on_error": "ignore"}, 'on_error must be "observe" or "raise"'),
