@@ -110,6 +110,8 @@ def check_manifest(
         elif expected.dtype != spec.dtype:
             wrong.append(f"{spec.name} is {spec.dtype}, the model's is {expected.dtype}")
     problems = [] if given else ["no tensors are given"]
+    if hint := _hint(unknown, known):
+        problems.append(hint)
     if unknown:
         problems.append(f"unknown: {_some(unknown)}")
     missing = [] if partial else [name for name in known if name not in seen]
@@ -118,10 +120,16 @@ def check_manifest(
     problems += wrong[:_SHOWN]
     if len(wrong) > _SHOWN:
         problems.append(f"and {len(wrong) - _SHOWN} more that do not fit")
-    if hint := _hint(unknown, known):
-        problems.append(hint)
     if problems:
         raise InvalidWeights("the weights do not fit the model: " + "; ".join(problems))
+
+
+WITH_ADAPTERS: Final = (
+    "these are the tensors of a PeftModel: to send its adapter, pass the model with the adapter's "
+    "name, as in client.update_weights(model, lora=name); to send merged weights, pass the model "
+    "that merge_and_unload() returns"
+)
+"""Why the tensors of a model with adapters do not fit, and what to send."""
 
 
 class ManifestCheck:
@@ -154,10 +162,7 @@ def _hint(unknown: Sequence[str], known: Mapping[str, TensorSpec]) -> str:
     """Return what to do about names that the model does not know; "" if that is not known."""
     parts = {part for name in unknown for part in name.split(".")}
     if "base_layer" in parts or any(part.startswith("lora_") for part in parts):
-        return (
-            "a model with LoRA adapters is given: merge them (merge_and_unload) and send the "
-            "merged model, or send one adapter with client.update_weights(..., lora=name)"
-        )
+        return WITH_ADAPTERS
     for name in unknown[:1]:
         path = name.split(".")
         for start in range(1, len(path)):

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..core.manifest import check_manifest, is_computed, total_bytes
+from ..core.manifest import WITH_ADAPTERS, check_manifest, is_computed, total_bytes
 from ..errors import InvalidWeights, UsageError
 from ..wire.weights import ModelDescription, TensorSpec
 from .moe_experts import Part, Whole, parts_of, take_apart
@@ -64,11 +64,12 @@ def named_tensors(weights: Any) -> Named:
     Raises:
         UsageError: ``weights`` has another type.
         InvalidWeights: an item is not a (name, tensor) pair, or its tensor is on the meta device
-            or not dense.
+            or not dense. Or the module has adapters of PEFT.
     """
     pairs: Iterable[Any]
     if isinstance(weights, torch.nn.Module):
         weights = unwrapped(weights)
+        _check_no_adapter(weights)
         named = weights.named_parameters(remove_duplicate=False)
         pairs = [*named, *_persistent_buffers(weights)]
     elif hasattr(weights, "flatten_keys") and hasattr(weights, "batch_size"):
@@ -102,6 +103,20 @@ def named_tensors(weights: Any) -> Named:
             tensor = tensor.resolve_neg()
         found.append((name, tensor))
     return own_names(found)
+
+
+def _check_no_adapter(module: torch.nn.Module) -> None:
+    """Raise ``InvalidWeights`` for a ``PeftModel``: its tensors have other names, and more of them.
+
+    A merged model, which ``merge_and_unload`` returns, is not one any more.
+    """
+    wraps = any(
+        hasattr(part, "adapter_layer_names") and hasattr(part, "active_adapters")
+        for part in module.modules()
+    )
+    # Some kinds of adapters wrap no module.
+    if wraps or (hasattr(module, "peft_config") and hasattr(module, "get_base_model")):
+        raise InvalidWeights(f"the weights do not fit the model: {WITH_ADAPTERS}")
 
 
 def own_names(named: Iterable[tuple[str, torch.Tensor]]) -> Named:

@@ -215,3 +215,20 @@ async def test_parts_before_the_whole() -> None:
         await client.update_weights({"a": torch.ones(2), "b": torch.ones(2)})
         with pytest.raises(sglrl.InvalidWeights, match="unknown: c"):
             await client.update_weights({"c": torch.ones(2)}, partial=True)
+
+
+async def test_a_peft_model_needs_the_name_of_an_adapter(client: sglrl.Client) -> None:
+    import peft
+
+    both = [
+        peft.LoraConfig(target_modules=["0"]),
+        peft.IA3Config(target_modules=["0"], feedforward_modules=[]),
+    ]
+    for config in both:
+        made = peft.get_peft_model(model(), config)  # type: ignore[arg-type]
+        for weights, partial in ((made, False), (made, True), (torch.nn.DataParallel(made), False)):
+            with pytest.raises(sglrl.InvalidWeights, match=r"a PeftModel: .*lora=name.*merge_and"):
+                await client.update_weights(weights, partial=partial)
+        with pytest.raises(sglrl.InvalidWeights, match=r"a PeftModel: .*lora=name.*merge_and"):
+            await client.update_weights(made.state_dict())
+        await client.update_weights(made.merge_and_unload())
