@@ -8,6 +8,7 @@ Anthropic's libraries, and of SGLang's and vLLM's servers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
 ANY: Final[Sequence[Any]] = (object(),)
@@ -40,6 +41,18 @@ class Fields(NamedTuple):
         if values is ANY or value is None:
             return True
         return any(type(value) is type(one) and value == one for one in values)
+
+    def hint(self, path: str, name: str, known: Sequence[str]) -> str:
+        """Return what to send in place of a field, as the end of an error; "" if there is nothing.
+
+        Args:
+            path: of the part with the field, as in the tables.
+            known: the fields that are supported there.
+        """
+        if other := self.instead.get(path + name):
+            return f"; use {other}"
+        near = get_close_matches(name, known, n=1, cutoff=0.75)
+        return f"; did you mean {near[0]!r}?" if near else ""
 
 
 def _any(*names: str) -> dict[str, Sequence[Any]]:

@@ -7,9 +7,11 @@ of a session. Other requests are sampled alone.
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack
+from difflib import get_close_matches
 from functools import partial
 from hashlib import blake2b
 from typing import Any, TypeVar
@@ -107,6 +109,8 @@ class Endpoints:
             # Anthropic's clients append /v1 to the URL of a session, which ends with it.
             for at in (path, "/v1" + path)
         ]
+        self._paths = sorted({"/v1/models", *(path for path, *_ in posts)})
+        """Of the endpoints for agents, for suggestions."""
         self.app = Starlette(
             routes=[
                 route("/health", self.health, ["GET"], public=True),
@@ -282,12 +286,25 @@ class Endpoints:
     async def _not_found(self, request: Request, error: Exception) -> Response:
         status = getattr(error, "status_code", 404)
         self._metrics.answered("other", status)
-        what = f"{request.method} {request.url.path}"
-        wrong = HttpError(status, f"there is no endpoint {what}")
+        path = request.url.path
+        what = f"there is no endpoint {request.method} {path}{self._near(path)}"
+        wrong = HttpError(status, what)
         answer = error_response(wrong, request.scope.get("error_body", openai_error))
         # The methods that are allowed.
         answer.headers.update(getattr(error, "headers", None) or {})
         return answer
+
+    def _near(self, path: str) -> str:
+        """Return the path that was probably meant, as the end of an error; "" if none was."""
+        parts = re.match("(/sessions/[^/]+)?(.*)", path)
+        assert parts is not None
+        before, rest = parts[1] or "", parts[2].rstrip("/")
+        if not rest or rest in self._paths:
+            return ""
+        # Clients append the rest of the path to a base URL, which ends with /v1.
+        meant = sorted((one for one in self._paths if one.endswith(rest)), key=len)
+        meant += get_close_matches(rest, self._paths, n=1, cutoff=0.8)
+        return f"; did you mean {before}{meant[0]}?" if meant else ""
 
 
 def split_model(model: str, names: Sequence[str]) -> tuple[str, str]:

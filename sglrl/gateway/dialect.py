@@ -320,8 +320,7 @@ def _supported(
     names = getattr(kind, "__struct_fields__", ())
     for name in given.keys() - set(names):
         if not fields.accepts(part + name, given[name]):
-            other = fields.instead.get(part + name)
-            hint = f"; use {other}" if other else ""
+            hint = fields.hint(part, name, names)
             raise InvalidRequest(f"{at}the field {name!r} is not supported{hint}")
     found = {name: given[name] for name in names if name in given}
     for name, inner in _parts(kind):

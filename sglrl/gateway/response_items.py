@@ -228,8 +228,7 @@ def check_fields(given: Mapping[str, Any], known: Sequence[str], name: str, part
         part: its path in ``RESPONSE_FIELDS``; "": its name.
     """
     for key, value in given.items():
-        field = f"{part or name}.{key}"
-        if key not in known and not RESPONSE_FIELDS.accepts(field, value):
-            other = RESPONSE_FIELDS.instead.get(field)
-            hint = f"; use {other}" if other else ""
+        path = f"{part or name}."
+        if key not in known and not RESPONSE_FIELDS.accepts(path + key, value):
+            hint = RESPONSE_FIELDS.hint(path, key, known)
             raise InvalidRequest(f"the field '{name}.{key}' is not supported{hint}")

@@ -94,6 +94,8 @@ def test_tools_are_hidden_if_none_may_be_called() -> None:
         ({"return_routed_experts": True, "n": 2}, "needs n=1 and a single prompt"),
         ({"routed_experts_start_len": 2}, "needs return_routed_experts=true"),
         ({"audio": {"voice": "x"}}, "the field 'audio' is not supported"),
+        ({"max_token": 4}, "'max_token' is not supported; did you mean 'max_tokens'?"),
+        ({"temprature": 1}, "'temprature' is not supported; did you mean 'temperature'?"),
         ({"functions": [{}]}, "'functions' is not supported; use tools"),
         ({"response_format": {"type": "xml"}}, "Invalid enum value 'xml'"),
         ({"response_format": {"type": "json_schema"}}, "json_schema is missing"),

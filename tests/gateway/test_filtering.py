@@ -132,3 +132,5 @@ async def test_tools_that_the_template_does_not_write(tmp_path: Path) -> None:
                 made = await http.post(path, json={"model": "x", "stream": stream, **body})
                 assert made.status_code == 400, made.text
                 assert "shows no tools: omit tools" in made.json()["error"]["message"]
+            made = await http.post(path, json={"model": "x", "tool_choice": "none", **body})
+            assert made.status_code == 200, made.text

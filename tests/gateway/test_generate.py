@@ -82,6 +82,7 @@ def test_values_of_a_batch() -> None:
         ({"input_ids": ["a"]}, "input_ids has the wrong type: use text"),
         ({"input_ids": []}, "input_ids is empty"),
         ({"sampling_params": {"n": 0}}, "n must be in 1..128"),
+        ({"sampling_params": {"top_pp": 1}}, "'top_pp' is not supported; did you mean 'top_p'?"),
         ({"sampling_params": {"voice": 1}}, "sampling_params: the field 'voice' is not supported"),
         (
             {"sampling_params": {"top_p": "x"}},

@@ -365,12 +365,25 @@ async def test_the_end_of_the_gateway(pool: sglrl.Client) -> None:
         assert (await slow).status_code == 503
 
 
-async def test_tools_that_the_template_does_not_show(pool: sglrl.Client) -> None:
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
+async def test_paths(pool: sglrl.Client) -> None:
+    """The error for a wrong path has the path that was probably meant."""
     async with serve(pool, name="tiny") as gateway, http_of(gateway) as http:
-        for more, status in (({}, 400), ({"tool_choice": "none"}, 200)):
-            answer = await http.post("/v1/chat/completions", json={**ASK, "tools": tools, **more})
-            assert answer.status_code == status
+        at = f"/sessions/{(await http.post('/sessions')).json()['id']}"
+        for path, hint in (
+            ("/chat/completions", "; did you mean /v1/chat/completions?"),
+            ("/completions", "; did you mean /v1/completions?"),
+            ("/messages", "; did you mean /v1/messages?"),
+            ("/v1/chat/completion", "; did you mean /v1/chat/completions?"),
+            (f"{at}/responses/", f"; did you mean {at}/v1/responses?"),
+            ("/", ""),
+            ("/nonsense", ""),
+        ):
+            made = await http.post(path, json=ASK)
+            assert made.status_code == 404
+            assert made.json()["error"]["message"] == f"there is no endpoint POST {path}{hint}"
+        made = await http.get("/v1/chat/completions")
+        assert made.status_code == 405
+        assert made.json()["error"]["message"] == "there is no endpoint GET /v1/chat/completions"
         assert (await http.get("/v1/models/tiny")).json()["id"] == "tiny"
         assert (await http.get("/v1/models/gpt")).status_code == 404
 

@@ -126,6 +126,8 @@ def test_tools_of_codex_are_shown_or_left_out() -> None:
         ({"input": ["x"]}, "Expected `object`, got `str` - at `input[0]`"),
         ({"max_output_tokens": 0}, "max_output_tokens must be at least 1, got 0"),
         ({"max_tokens": 4}, "'max_tokens' is not supported; use max_output_tokens"),
+        ({"max_output_token": 4}, "not supported; did you mean 'max_output_tokens'?"),
+        ({"tools": [{**TOOL, "parameter": {"a": 1}}]}, "supported; did you mean 'parameters'?"),
         ({"messages": [ASK]}, "'messages' is not supported; use input"),
         ({"conversation": "conv_1"}, "'conversation' is not supported; use previous_response_id"),
         ({"background": True}, "'background' is not supported"),
