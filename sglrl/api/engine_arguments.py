@@ -81,6 +81,12 @@ FAKE_ARGUMENTS = {
 }
 
 
+def check_engine(engine: str) -> None:
+    """Raise ``UsageError`` unless there is an engine of this name."""
+    if engine not in ("sglang", "fake"):
+        raise UsageError(f"unknown engine {engine!r}; known: sglang, fake")
+
+
 def check_engine_arguments(
     engine: str, args: dict[str, Any], sglang: str | None = None, own: Iterable[str] = ()
 ) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Final, TypeVar
 
 import msgspec
 import typer
@@ -19,6 +19,7 @@ from rich.console import Console
 from ..config import install
 from ..errors import SglrlError, UsageError
 from ..inference.sampling import SamplingParams
+from ..version import __version__
 from .call import call
 from .display import print_json, quiet_warnings
 from .eval.command import evaluate
@@ -41,9 +42,9 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 app = typer.Typer(
     name="sglrl",
-    help="Actors and SGLang workers for reinforcement learning of language models.",
     add_completion=False,
     no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 
@@ -52,6 +53,44 @@ def _complain(what: str) -> None:
     Console(stderr=True).print(
         f"error: {what}", style="red", markup=False, highlight=False, soft_wrap=True
     )
+
+
+_EXTRAS: Final = {
+    "demo": ("matplotlib", "tensordict"),
+    "gateway": ("httptools", "httpx", "jinja2", "prometheus_client", "starlette", "uvicorn"),
+    "ray": ("ray",),
+    "renderers": ("renderers",),
+    "sglang": ("safetensors", "sglang", "torch", "transformers"),
+}
+"""By extra of sglrl: the modules that it installs."""
+
+
+def _remedy(error: Exception) -> str:
+    """Return what installs a missing module, as the end of an error; "" if that is not known."""
+    missing = error.name if isinstance(error, ModuleNotFoundError) else None
+    module = (missing or "").partition(".")[0]
+    if module in ("sglrl", "sglrl_workers"):
+        return "; this installation of sglrl is incomplete: install sglrl again"
+    extras = [extra for extra, modules in _EXTRAS.items() if module in modules]
+    return f"; {install(extras[0])}" if extras else ""
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        sys.stdout.write(f"sglrl {__version__}\n")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_show_version, is_eager=True, help="Show the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """Actors and SGLang workers for reinforcement learning of language models."""
 
 
 def _command(function: _F, name: str | None = None) -> _F:
@@ -73,8 +112,7 @@ def _command(function: _F, name: str | None = None) -> _F:
         except BrokenPipeError:
             raise
         except (OSError, ImportError) as error:
-            hint = f"; {install('sglang')}" if isinstance(error, ImportError) else ""
-            _complain(f"{error}{hint}")
+            _complain(f"{error}{_remedy(error)}")
             raise typer.Exit(1) from None
 
     app.command(name)(run)
@@ -315,9 +353,11 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
 ) -> None:
     """Show versions, devices and patches of SGLang, and make one call to test whether it works."""
+    from ..api.engine_arguments import check_engine
     from .doctor import argument_lines, argument_rows, examine, table_of
     from .doctor_hosts import examine_hosts
 
+    check_engine(engine)
     quiet_warnings()
     if arguments:
         rows = argument_rows()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import socket
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+import sglrl
 from sglrl.__main__ import main
 from sglrl.api.tiny_model import make_model
 from sglrl.tools.options import launch_arguments
@@ -66,6 +68,39 @@ def test_help_lists_the_commands() -> None:
         assert command in process.stdout
 
 
+def test_the_short_option_of_help(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in ((), ("doctor",)):
+        short = run_here(*arguments, "-h", capsys=capsys)
+        assert short == run_here(*arguments, "--help", capsys=capsys)
+
+
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_here("--version", capsys=capsys) == f"sglrl {sglrl.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("module", "remedy"),
+    [
+        ("sglrl.tools.nonsense", "this installation of sglrl is incomplete"),
+        ("sglrl_workers.nonsense", "this installation of sglrl is incomplete"),
+        ("torch.nonsense", "[sglang]"),
+        ("uvicorn", "[gateway]"),
+        ("nonsense", ""),
+    ],
+)
+def test_the_remedy_for_a_missing_module(
+    module: str, remedy: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def examine(engine: str) -> None:
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+    monkeypatch.setattr("sglrl.tools.doctor.examine", examine)
+    message = run_here("doctor", capsys=capsys, code=1)
+    assert message.startswith(f"error: No module named {module!r}")
+    assert remedy in message
+    assert ("pip install" in message) == ("[" in remedy)
+
+
 def test_the_script_is_installed() -> None:
     script = Path(sys.executable).with_name("sglrl")
     process = subprocess.run([script, "--help"], capture_output=True, text=True, check=False)
@@ -102,10 +137,15 @@ def test_doctor_lists_the_arguments_of_sglang() -> None:
     assert all(line.endswith(row["note"]) for line, row in zip(lines, rows.values(), strict=True))
 
 
-def test_doctor_finds_what_does_not_work() -> None:
-    process = run("doctor", "--engine", "vllm", "--json")
-    assert process.returncode == 1
-    assert "unknown engine 'vllm'" in msgspec.json.decode(process.stdout)[-1]["detail"]
+def test_doctor_finds_what_does_not_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fails = functools.partial(sglrl.launch, fail_start="no disk")
+    monkeypatch.setattr("sglrl.tools.doctor.launch", fails)
+    with pytest.raises(SystemExit) as exit_:
+        main(["doctor", "--json"])
+    assert exit_.value.code == 1
+    assert "no disk" in msgspec.json.decode(capsys.readouterr().out)[-1]["detail"]
 
 
 def test_generate_writes_a_line_per_sample(
@@ -234,6 +274,7 @@ def test_set_is_an_argument_of_launch(tmp_path: Path, capsys: pytest.CaptureFixt
         ),
         (["node", "tcp://127.0.0.1:7000", "--gpus", "0-"], "--gpus is a list such as 0,1 or 0-7"),
         (["node", "tcp://127.0.0.1:7000", "--gpus", "900"], "--gpus 900 names others than the"),
+        (["doctor", "--engine", "x"], "unknown engine 'x'; known: sglang, fake"),
         (["generate", "tiny", "--temperatur", "1"], "--temperatur"),
     ],
 )
