@@ -41,6 +41,7 @@ from ..wire.processes import EngineSpec
 from .engine_arguments import (
     FAKE_VOCAB_SIZE,
     check_dtype,
+    check_engine,
     check_engine_arguments,
     check_on_cpu,
     set_deterministic,
@@ -176,7 +177,8 @@ def launch(
         logit_processors: names ("module:Class") of subclasses of SGLang's ``CustomLogitProcessor``
             that requests may select with ``logit_processor=``. Workers import them at the start.
         progress: show the start on stderr: a status line on a terminal, otherwise one line. None:
-            yes, unless the environment variable ``SGLRL_PROGRESS`` is "0".
+            yes, unless the environment variable ``SGLRL_PROGRESS`` is "0". The tokenizer is loaded
+            at its first use, which is shown too if it takes longer than a second.
         log_dir: folder that keeps the output of every worker, one file for each process. None: only
             the output of a worker that fails is kept, in ``logs`` in ``$SGLRL_CACHE``. Errors and
             log lines name the file.
@@ -222,8 +224,7 @@ def launch(
     flag("deterministic", deterministic)
     if keep_weights not in ("auto", "host", None):
         raise UsageError(f"keep_weights must be 'auto', 'host' or None, got {keep_weights!r}")
-    if engine not in ("sglang", "fake"):
-        raise UsageError(f"unknown engine {engine!r}; known: sglang, fake")
+    check_engine(engine)
     fabric = FabricConfig(
         routing=strategies(routing),
         max_queue=max_queue,
@@ -338,6 +339,7 @@ def launch(
     on_hub = [
         name for name in dict.fromkeys((path, tokenizer)) if name and not os.path.exists(name)
     ]
+    shown = shows_progress(progress)
     pool = Pool(
         births,
         more=more,
@@ -345,9 +347,9 @@ def launch(
         launcher=launcher,
         fabric=fabric,
         config=config,
-        progress=StartDisplay(what, shown=shows_progress(progress)),
+        progress=StartDisplay(what, shown=shown),
     )
-    return Client(
+    client = Client(
         pool,
         PoolControl(pool, adapters),
         model=path,
@@ -358,6 +360,8 @@ def launch(
         serve=partial(PoolServer, pool),
         prepare=partial(_prepare, on_hub) if engine == "sglang" else None,
     )
+    client._tokenizer_box.shown = shown
+    return client
 
 
 async def _prepare(on_hub: Sequence[str], client: Client) -> None:

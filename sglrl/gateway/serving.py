@@ -18,6 +18,7 @@ from ..driver.launcher import LocalLauncher
 from ..driver.pool import Pool
 from ..driver.temporary_folders import make_folder, remove_folder
 from ..errors import Closed, RemoteError, SglrlError, UsageError
+from ..inference.display import shown_if_slow
 from ..inference.prompts import load_tokenizer
 from ..sessions.rewards import RewardValue
 from ..sessions.trajectory import Trajectory
@@ -145,7 +146,8 @@ class Gateway:
                 config=PoolConfig(start_timeout=_START_SECONDS),
             )
             self._processes = ActorHandle(GatewayProcess, pool)
-            await stack.enter_async_context(self._processes)
+            async with shown_if_slow("starting the gateway", shown=client.requests.box.shown):
+                await stack.enter_async_context(self._processes)
             self.url = settings.url(port)
             self._stack = stack.pop_all()
         return self

@@ -14,6 +14,7 @@ from ..config import type_of
 from ..driver.from_thread import from_thread
 from ..driver.threads import in_thread
 from ..errors import InvalidRequest
+from .display import shown_if_slow
 from .tokens import TokenizerBox, check_ids
 from .tool_schemas import checked_tools
 
@@ -101,7 +102,8 @@ async def load_tokenizer(box: TokenizerBox) -> None:
     """
     if box.loaded:
         return
-    error = await from_thread(box.load_in_thread)
+    async with shown_if_slow("loading the tokenizer", shown=box.shown):
+        error = await from_thread(box.load_in_thread)
     if error is not None:
         raise error
 

@@ -179,6 +179,8 @@ class TokenizerBox:
         self._trust = trust
         self.fake = False
         """Whether the engine is the fake engine. Its model may be a name without a tokenizer."""
+        self.shown = False
+        """Whether slow loading is shown on stderr, and not only logged."""
         self._tokenizer: Any = None
         self._roles: dict[Any, Roles] = {}
         """The entries by chat template. The key None stands for the model's own template."""
