@@ -207,15 +207,11 @@ async def test_what_the_readme_shows(lab: Lab) -> None:
     assert code.count(sizes) == 1
     code = code.replace(sizes, "group_size=3, batch_size=4")
     trained: list[list[sglrl.Group]] = []
-    names: dict[str, Any] = {
-        "asyncio": asyncio,
-        "sglrl": sglrl,
-        "step": lambda model, groups: trained.append(groups),
-    }
+    names: dict[str, Any] = {"asyncio": asyncio, "sglrl": sglrl}
     exec(compile(code, "README.md", "exec"), names)
     policy = lab.policies[2 if lab.current is not lab.policies[2] else 1]
-    item = {"messages": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
-    await names["train"](lab.client, policy.model, [item] * 4)
+    names["items"] = names["items"][:4]
+    await names["train"](lab.client, policy.model, lambda model, groups: trained.append(groups))
     lab.by_version[lab.client.weight_version] = policy
     (groups,) = trained
     assert len(groups) == 4

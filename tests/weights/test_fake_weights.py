@@ -46,7 +46,8 @@ async def test_the_loop_of_the_readme(client: sglrl.Client) -> None:
     code = example("run.batches")
     sizes = "group_size=8, batch_size=16"
     assert code.count(sizes) == 1
-    code = code.replace(sizes, "group_size=2, batch_size=3")
+    assert "4 times: 16 groups of 8 trajectories" in code
+    code = code.replace(sizes, "group_size=2, batch_size=16")
     policy = model()
     batches: list[list[sglrl.Group]] = []
 
@@ -56,11 +57,11 @@ async def test_the_loop_of_the_readme(client: sglrl.Client) -> None:
             for parameter in model.parameters():
                 parameter.add_(1)
 
-    names: dict[str, Any] = {"asyncio": asyncio, "sglrl": sglrl, "step": step}
+    names: dict[str, Any] = {"asyncio": asyncio, "sglrl": sglrl}
     exec(compile(code, "README.md", "exec"), names)
-    item = {"messages": [{"role": "user", "content": "2 + 2?"}], "answer": "4"}
     before = client.weight_version
-    await names["train"](client, policy, [item] * 12)
+    await names["train"](client, policy, step)
+    assert [len(groups) for groups in batches] == [16] * 4
     assert client.weight_version == before + 4
     assert await client.verify_weights(policy) == []
     versions = [
