@@ -14,6 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
+import sglrl
 from sglrl.__main__ import main
 from sglrl.api.tiny_model import CHARACTER_SPECIAL_TOKENS, make_model
 from sglrl.inference.completion import Completion
@@ -41,7 +42,6 @@ from sglrl.tools.demo.tasks import (
     TASKS,
     Agent,
     items,
-    look_up,
     session_arguments,
     share,
 )
@@ -94,16 +94,20 @@ def box(tmp_path_factory: pytest.TempPathFactory) -> TokenizerBox:
 
 @pytest.fixture(scope="module")
 def letters(box: TokenizerBox) -> Renderer:
-    found = find_renderer(RENDERER, box, {"tools": [look_up]})
+    found = find_renderer(RENDERER, box, {})
     assert found is not None
     return found
 
 
-def test_only_the_lookup_has_a_tool() -> None:
-    repeat, lookup = (session_arguments(item) for item in islice(items(TASKS, 0), 2))
-    assert set(repeat) == {"messages"}
-    assert lookup["tools"] == [look_up]
-    assert lookup["renderer"] == RENDERER
+async def test_only_the_lookup_has_a_tool(box: TokenizerBox) -> None:
+    answers = box.encode_rendered(["c"]) * 2
+    found = []
+    async with sglrl.launch(box.model, engine="fake", answers=answers) as client:
+        for item in islice(items(TASKS, 0), 2):
+            async with client.session(**session_arguments(item)) as session:
+                turn = await session.generate(max_new_tokens=2)
+            found.append([call.name for call in turn.tool_calls])
+    assert found == [[], ["look_up"]]
 
 
 def test_a_turn_of_one_letter_is_a_call(box: TokenizerBox, letters: Renderer) -> None:

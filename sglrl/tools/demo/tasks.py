@@ -52,17 +52,9 @@ def items(tasks: Sequence[str], seed: int) -> Iterator[dict[str, Any]]:
 
 def session_arguments(item: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``Client.session`` for an item."""
-    tools = {"tools": [look_up], "renderer": RENDERER} if item["task"] == "lookup" else {}
-    return {"messages": item["messages"], **tools}
-
-
-async def look_up(name: str) -> str:
-    """Return what is on the shelf.
-
-    Args:
-        name: a letter
-    """
-    raise NotImplementedError(f"{name}: this only describes the tool, each item has its own")
+    # The chat template has no place for tools. The renderer knows the only one.
+    calls = {"renderer": RENDERER} if item["task"] == "lookup" else {}
+    return {"messages": item["messages"], **calls}
 
 
 class Agent:
