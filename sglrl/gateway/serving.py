@@ -18,8 +18,8 @@ from ..driver.launcher import LocalLauncher
 from ..driver.pool import Pool
 from ..driver.temporary_folders import make_folder, remove_folder
 from ..errors import Closed, RemoteError, SglrlError, UsageError
-from ..inference.display import shown_if_slow
 from ..inference.prompts import load_tokenizer
+from ..inference.slow_stage import shown_if_slow
 from ..sessions.rewards import RewardValue
 from ..sessions.trajectory import Trajectory
 from .listening import reserved

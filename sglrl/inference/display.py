@@ -1,20 +1,12 @@
-"""Show texts in ``repr`` and notebooks, what a terminal can show, and stages that take long."""
+"""Show texts in ``repr`` and notebooks, and tell what a terminal can show."""
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import os
-import sys
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import Iterable
 from html import escape
 from typing import Final, TextIO
 
-logger = logging.getLogger("sglrl.launch")
-
-SLOW_SECONDS: float = 1.0
-"""A stage that takes longer is shown."""
 _PREVIEW: Final = 60
 """Characters of a text in a ``repr``."""
 _STYLES: Final = {
@@ -54,25 +46,3 @@ def can_redraw(stream: TextIO | None) -> bool:
     if stream is None or not stream.isatty():
         return False
     return os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
-
-
-@asynccontextmanager
-async def shown_if_slow(what: str, *, shown: bool) -> AsyncIterator[None]:
-    """Write a line about the work in the block to stderr if it takes longer than a second.
-
-    Args:
-        shown: False: log the line instead.
-    """
-
-    def show() -> None:
-        if shown and sys.stderr is not None:
-            sys.stderr.write(f"sglrl: {what} ...\n")
-            sys.stderr.flush()
-        else:
-            logger.info("%s", what)
-
-    timer = asyncio.get_running_loop().call_later(SLOW_SECONDS, show)
-    try:
-        yield
-    finally:
-        timer.cancel()

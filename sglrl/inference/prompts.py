@@ -14,7 +14,7 @@ from ..config import type_of
 from ..driver.from_thread import from_thread
 from ..driver.threads import in_thread
 from ..errors import InvalidRequest
-from .display import shown_if_slow
+from .slow_stage import shown_if_slow
 from .tokens import TokenizerBox, check_ids
 from .tool_schemas import checked_tools
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import sglrl
-from sglrl.inference import display
+from sglrl.inference import slow_stage
 from sglrl.inference.tokens import TokenizerBox
 
 
@@ -34,9 +34,9 @@ class Noticed(io.StringIO):
 async def test_slow_loading_is_shown_once(progress: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stderr, log = Noticed("sglrl: loading the tokenizer ...\n"), Noticed("loading the tokenizer\n")
     handler = logging.StreamHandler(log)
-    monkeypatch.setattr(display.logger, "handlers", [handler])
-    monkeypatch.setattr(display.logger, "level", logging.INFO)
-    monkeypatch.setattr(display, "SLOW_SECONDS", 0.0)
+    monkeypatch.setattr(slow_stage.logger, "handlers", [handler])
+    monkeypatch.setattr(slow_stage.logger, "level", logging.INFO)
+    monkeypatch.setattr(slow_stage, "SLOW_SECONDS", 0.0)
     load = TokenizerBox._load
 
     def slow(box: TokenizerBox) -> Any:
