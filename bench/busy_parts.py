@@ -195,7 +195,7 @@ async def depth(
                 "first_group_s": ends[0],
                 "first_batch_s": ends[min(batch, len(ends)) - 1],
                 "seconds": ends[-1],
-                "most_running": most,
+                "max_running": most,
                 "tokens_per_s": run.metrics.generated_tokens / ends[-1],
                 "steady_tokens_per_s": (later - tokens) / (until - since),
             }

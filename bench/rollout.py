@@ -245,7 +245,7 @@ def _print_depth(
         "first group s": "first_group_s",
         "first batch s": "first_batch_s",
         "all groups s": "seconds",
-        "most samples at a time": "most_running",
+        "most samples at a time": "max_running",
         "tokens/s": "tokens_per_s",
     }
     report.table(

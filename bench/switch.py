@@ -14,7 +14,7 @@ import selectors
 import sys
 import time
 
-_MOST_BYTES = 65_536
+_MAX_BYTES = 65_536
 """Size of the largest frame."""
 
 
@@ -33,7 +33,7 @@ def serve(delay: float, loss: float, files: list[int]) -> None:
         timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
         for key, _ in selector.select(timeout):
             try:
-                frame = os.read(key.fd, _MOST_BYTES)
+                frame = os.read(key.fd, _MAX_BYTES)
             except OSError:
                 # The interface is gone, with its namespace.
                 selector.unregister(key.fd)

@@ -21,7 +21,7 @@ from .errors import UsageError
 ROUTING_STRATEGIES = ("prefix-aware", "requests", "kv-cache", "round-robin")
 
 
-LEAST_UNREAD_BYTES: Final = 4 << 20
+MIN_UNREAD_BYTES: Final = 4 << 20
 """Minimum of ``max_unread_bytes``. A remote client sends a report whenever it has read a fourth of
 this. A client that reads is therefore never mistaken for a client that does not read."""
 DROPPED_AT: Final = 4
@@ -89,7 +89,7 @@ class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
         for name, low in (
             ("max_queue_bytes", 0),
             ("max_calls_per_client", 1),
-            ("max_unread_bytes", LEAST_UNREAD_BYTES),
+            ("max_unread_bytes", MIN_UNREAD_BYTES),
         ):
             value = getattr(self, name)
             if name == "max_calls_per_client" and value is None:
@@ -122,7 +122,7 @@ HEARTBEAT_TIMEOUT: Final = 30.0
 """Default of ``heartbeat_timeout`` in seconds."""
 _LONGEST_HEARTBEAT: Final = 1e6
 """Maximum ``heartbeat_timeout`` in seconds. ZeroMQ counts milliseconds in 32 bits."""
-LEAST_MESSAGE_BYTES: Final = 16 << 10
+MIN_MESSAGE_BYTES: Final = 16 << 10
 """Minimum of ``max_message_bytes``. A fourth of it is reserved for the parts of a message that are
 not its call."""
 
@@ -174,9 +174,9 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
         force_setattr(self, "heartbeat_timeout", check_heartbeat(self.heartbeat_timeout))
         check_timeout(self.start_timeout, "start_timeout")
         size: object = self.max_message_bytes
-        if isinstance(size, bool) or not isinstance(size, int) or size < LEAST_MESSAGE_BYTES:
+        if isinstance(size, bool) or not isinstance(size, int) or size < MIN_MESSAGE_BYTES:
             raise UsageError(
-                f"max_message_bytes must be an integer of at least {LEAST_MESSAGE_BYTES:,}, got "
+                f"max_message_bytes must be an integer of at least {MIN_MESSAGE_BYTES:,}, got "
                 f"{size!r}"
             )
 
@@ -434,13 +434,13 @@ def open_standard_files() -> None:
             os.open(os.devnull, os.O_RDWR)
 
 
-_MOST_FILES: Final = 1 << 16
+_MAX_FILES: Final = 1 << 16
 
 
 def raise_file_limit() -> None:
     """Raise the limit of open files to the hard limit, at most 65,536: a connection is a file."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, _MOST_FILES)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 

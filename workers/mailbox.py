@@ -107,7 +107,7 @@ class Mailbox:
         """The arguments of ``ready``, once the worker is ready."""
         self._returning = False
         """The connection was broken. ``Ready`` follows when no call is left."""
-        self._most_bytes = spec.max_message_bytes
+        self._max_bytes = spec.max_message_bytes
         self._drop = Dropped(logger)
         self._held: set[int] = set()
         """Ids of calls without a final answer."""
@@ -218,7 +218,7 @@ class Mailbox:
             self.flush()
         chunk = msgspec.structs.replace(chunk, routed=len(routed))
         # A frame has whole rows, as many as may be sent in one frame.
-        count = max(1, self._most_bytes // routed[0].nbytes)
+        count = max(1, self._max_bytes // routed[0].nbytes)
         parts = [routed[at : at + count] for at in range(0, len(routed), count)]
         self._items.append(Item(id_, kind, self._encode(chunk), len(parts)))
         self._frames += [
@@ -238,12 +238,12 @@ class Mailbox:
             rows[slots[0]][:] = np.frombuffer(row, "<f4")
             self.put_slot(id_, chunk, slots[0])
             return
-        if len(row) > self._most_bytes:
+        if len(row) > self._max_bytes:
             self.put_error(
                 id_,
                 MessageTooLarge.__name__,
                 f"the logprobs of all tokens have {len(row):,} bytes, of at most "
-                f"{self._most_bytes:,} that fit one message (max_message_bytes); ask for the "
+                f"{self._max_bytes:,} that fit one message (max_message_bytes); ask for the "
                 "likeliest with top_k=",
             )
             return
@@ -305,7 +305,7 @@ class Mailbox:
         load: Load | None,
     ) -> None:
         head = self._encode(Results(items, load, slots))
-        if len(head) <= self._most_bytes or not items:
+        if len(head) <= self._max_bytes or not items:
             self._dealer.send([head, *frames])
         elif len(items) > 1:
             half = len(items) // 2
@@ -323,7 +323,7 @@ class Mailbox:
                 self._held.discard(item.id)
                 self._unsendable.append(item.id)
             what = (
-                f"the answer has {len(item.body):,} bytes, of at most {self._most_bytes:,} that "
+                f"the answer has {len(item.body):,} bytes, of at most {self._max_bytes:,} that "
                 "fit one message (max_message_bytes)"
             )
             body = encode(ErrorBody(MessageTooLarge.__name__, what, ""))

@@ -12,10 +12,10 @@ from ..errors import DRIVER_ERRORS, Overloaded, ProtocolError, SglrlError, from_
 from ..wire.calls import ErrorBody, Item, ItemKind
 from ..wire.codec import Buffer, Result
 
-MOST_UNREAD_ITEMS = 1 << 16
-MOST_UNREAD_BYTES = 256 << 20
+MAX_UNREAD_ITEMS = 1 << 16
+MAX_UNREAD_BYTES = 256 << 20
 """Maximum unread bytes of one stream, as sent. A stream that exceeds this limit or
-``MOST_UNREAD_ITEMS`` ends with ``Overloaded``: unread items would fill the driver's memory."""
+``MAX_UNREAD_ITEMS`` ends with ``Overloaded``: unread items would fill the driver's memory."""
 
 _error_body = Result(ErrorBody)
 _cancelled = "the worker gave the call up; it was cancelled there"
@@ -83,7 +83,7 @@ class StreamReply:
             self._wake()
             return
         self.unread += size
-        if len(self.items) > MOST_UNREAD_ITEMS or self.unread > MOST_UNREAD_BYTES:
+        if len(self.items) > MAX_UNREAD_ITEMS or self.unread > MAX_UNREAD_BYTES:
             self.error = Overloaded(
                 f"{len(self.items):,} items of this stream were not read ({self.unread:,} bytes); "
                 "read it faster, or have the actor yield less"

@@ -20,7 +20,7 @@ from ..config import (
     positive,
     strategies,
 )
-from ..driver.launcher import Birth, LocalLauncher
+from ..driver.launcher import LaunchSpec, LocalLauncher
 from ..driver.pool import Pool
 from ..driver.worker_info import WorkerInfo, describe
 from ..errors import UsageError
@@ -248,7 +248,7 @@ def spawn(
         WorkerStartError: on entering, when ``__init__`` raises in the worker.
     """
     machines = hosts_from(hosts)
-    birth = birth_of(
+    launch_spec = launch_spec_of(
         actor,
         args,
         kwargs,
@@ -266,8 +266,8 @@ def spawn(
         log_dir=path_of("log_dir", log_dir),
     )
     pool = Pool(
-        [birth] * replicas,
-        more=lambda n, present: [birth] * n,
+        [launch_spec] * replicas,
+        more=lambda n, present: [launch_spec] * n,
         name=f"the ActorHandle of {actor.__qualname__}",
         launcher=(
             LocalLauncher("plain", None, start_timeout)
@@ -282,7 +282,7 @@ def spawn(
     return ActorHandle(actor, pool)
 
 
-def birth_of(
+def launch_spec_of(
     actor: type[Actor],
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
@@ -291,7 +291,7 @@ def birth_of(
     window: int,
     env: Mapping[str, str] | None = None,
     uninstalled: Mapping[str, ModuleType] = MappingProxyType({}),
-) -> Birth:
+) -> LaunchSpec:
     """Return how the workers of ``spawn`` start.
 
     Args:
@@ -327,4 +327,4 @@ def birth_of(
         frames=[bytes(f) for f in frames],
         window=window,
     )
-    return Birth(bodies=[spec], env=check_env(env))
+    return LaunchSpec(bodies=[spec], env=check_env(env))

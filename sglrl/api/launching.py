@@ -28,7 +28,7 @@ from ..config import (
     visible_cuda_devices,
 )
 from ..control.pool_control import PoolControl
-from ..driver.launcher import Birth, Launcher, LocalLauncher
+from ..driver.launcher import Launcher, LaunchSpec, LocalLauncher
 from ..driver.pool import Pool
 from ..errors import NotEnoughDevices, UsageError
 from ..hosts.hosts import Hosts
@@ -281,8 +281,8 @@ def launch(
     # Each host makes the model "tiny" in its own cache.
     there = model if machines is not None and path != model == "tiny" else path
 
-    def birth(group: list[str] | None) -> Birth:
-        return _birth(
+    def launch_spec(group: list[str] | None) -> LaunchSpec:
+        return _launch_spec(
             engine,
             there,
             engine_args,
@@ -297,9 +297,9 @@ def launch(
             processors,
         )
 
-    def more(count: int, present: list[Birth]) -> list[Birth]:
+    def more(count: int, present: list[LaunchSpec]) -> list[LaunchSpec]:
         if groups[0] is None:
-            return [birth(None) for _ in range(count)]
+            return [launch_spec(None) for _ in range(count)]
         taken = {gpu for b in present for gpu in b.env["CUDA_VISIBLE_DEVICES"].split(",")}
         free = [gpu for gpu in _usable(gpus) if gpu not in taken]
         if len(free) < count * tp_size:
@@ -307,9 +307,9 @@ def launch(
                 f"{count} more workers with tp_size={tp_size} need {count * tp_size} GPUs; "
                 f"{len(free)} are free"
             )
-        return [birth(free[i : i + tp_size]) for i in range(0, count * tp_size, tp_size)]
+        return [launch_spec(free[i : i + tp_size]) for i in range(0, count * tp_size, tp_size)]
 
-    births = [birth(group) for group in groups]
+    launch_specs = [launch_spec(group) for group in groups]
     own = Path(path).parent == cache_dir()
     label = "tiny" if own else os.path.basename(os.path.normpath(model))
     what = f"{replicas} worker{'s' if replicas > 1 else ''} of {label}"
@@ -341,7 +341,7 @@ def launch(
     ]
     shown = shows_progress(progress)
     pool = Pool(
-        births,
+        launch_specs,
         more=more,
         name=f"the Client of {os.path.basename(path)}",
         launcher=launcher,
@@ -377,7 +377,7 @@ def _preload(engine: str, groups: list[list[str] | None]) -> str:
     return "sglang" if groups[0] is None else "sglang-cuda"
 
 
-def _birth(
+def _launch_spec(
     engine: str,
     model: str,
     args: dict[str, Any],
@@ -390,7 +390,7 @@ def _birth(
     allow_unknown_sglang: bool,
     keep_weights: bool,
     logit_processors: tuple[str, ...],
-) -> Birth:
+) -> LaunchSpec:
     # One core stays free for the driver, whose process may also run a trainer.
     threads = max(1, ((os.cpu_count() or 1) - 1) // (replicas * tp_size))
     worker_env = dict(env)
@@ -417,7 +417,7 @@ def _birth(
         )
         for rank in range(tp_size)
     ]
-    return Birth(bodies=bodies, env=worker_env)
+    return LaunchSpec(bodies=bodies, env=worker_env)
 
 
 def _check_alone(name: str, **others: object) -> None:

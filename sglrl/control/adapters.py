@@ -289,7 +289,7 @@ class PoolAdapters(DriverListener):
             DeadlineExceeded: a worker did not prepare it in time. No worker has it.
             WorkerLost: no worker is left.
         """
-        from ..weights.adapter_source import load_cargo, look_at
+        from ..weights.adapter_source import load_payload, look_at
 
         deadline = Deadline(request.timeout, request.begun)
         version = request.check(self.versions.get(name, -1))
@@ -304,12 +304,14 @@ class PoolAdapters(DriverListener):
         model = await self._model(deadline)
         if given.base is not None and model is not None:
             await self._base_check.check(given.base, model, deadline)
-        cargo = await in_thread(load_cargo, given, found, self._info, model, request.check_finite)
+        payload = await in_thread(
+            load_payload, given, found, self._info, model, request.check_finite
+        )
         self._serial += 1
         serial = self._serial
         calls = [
             _Order("lora_part", Raw(encode(LoraPart(serial, tensors))), [data])
-            for tensors, data in cargo.parts
+            for tensors, data in payload.parts
         ]
         calls.append(_Order("lora_prepare", Raw(encode(LoraPrepare(serial, *found)))))
         prepare_at = time.perf_counter()
@@ -326,8 +328,8 @@ class PoolAdapters(DriverListener):
             version=version,
             rank=found.rank,
             scaling=found.scaling,
-            target_modules=cargo.modules,
-            bytes=cargo.size,
+            target_modules=payload.modules,
+            bytes=payload.size,
         )
         commit = LoraCommit(serial, name, version, request.inflight)
         calls.append(_Order("lora_commit", Raw(encode(commit))))
@@ -341,7 +343,7 @@ class PoolAdapters(DriverListener):
         ended = time.perf_counter()
         return UpdateReport(
             version=version,
-            bytes=cargo.size,
+            bytes=payload.size,
             workers=[*pauses],
             mode="lora",
             join_ms=0.0,

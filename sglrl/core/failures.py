@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-LEAST_ATTEMPTS: Final = 64
+MIN_ATTEMPTS: Final = 64
 """Minimum number of finished attempts in the window of the failure rate."""
-MOST_MESSAGES: Final = 10
+MAX_MESSAGES: Final = 10
 """Maximum number of kinds per type and place. Errors with further messages count as one kind,
 because a message may contain a number that differs every time."""
 
@@ -76,7 +76,7 @@ class Failures:
         kind = self.kinds.get(key)
         if kind is None:
             messages = self._messages.get((name, place), 0)
-            if messages >= MOST_MESSAGES:
+            if messages >= MAX_MESSAGES:
                 key = (name, place, None)
                 kind = self.kinds.get(key)
             else:
@@ -95,7 +95,7 @@ class Failures:
 
         Args:
             concurrency: how many attempts may run at the same time. The rate covers the latest
-                ``4 * concurrency`` attempts, and at least ``LEAST_ATTEMPTS``, because failed
+                ``4 * concurrency`` attempts, and at least ``MIN_ATTEMPTS``, because failed
                 attempts may take less time than successful ones.
 
         Returns:
@@ -115,4 +115,4 @@ class Failures:
 
     @staticmethod
     def window(concurrency: int) -> int:
-        return max(LEAST_ATTEMPTS, 4 * concurrency)
+        return max(MIN_ATTEMPTS, 4 * concurrency)

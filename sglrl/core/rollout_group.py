@@ -22,7 +22,7 @@ STALE: Final = "stale"
 GIVEN_UP: Final = "given up"
 """A reason for the loss of a sample: its group was given up. The caller passes other reasons."""
 
-MOST_LOSSES: Final = 3
+MAX_LOSSES: Final = 3
 """Maximum number of lost processes per sample that do not count as a run."""
 SUSPECT: Final = 2
 """Number of losses after which a sample is a suspect. A suspect runs apart from other suspects, so

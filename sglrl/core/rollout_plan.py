@@ -13,7 +13,7 @@ The life of one sample: WAITING ──▶ RUNNING ──▶ DONE or LOST. A fail
 
 A sample of an item runs at most ``1 + retries`` times in all groups of the item. A group that is
 begun again has the samples of the previous group, except samples without a remaining run. A run
-whose process was lost does not count, at most ``MOST_LOSSES`` times.
+whose process was lost does not count, at most ``MAX_LOSSES`` times.
 
 Staleness is bounded as in AReaL (https://arxiv.org/abs/2505.24298, eq. 3). After v training steps,
 with batches of B groups and a bound of η versions, at most ``(v + η + 1) B`` groups have been begun
@@ -43,7 +43,7 @@ from .rollout_group import (
     FILTERED,
     GIVEN_UP,
     LOST,
-    MOST_LOSSES,
+    MAX_LOSSES,
     MOST_STALE,
     POSTPONED,
     READY,
@@ -317,7 +317,7 @@ class Plan:
             caller then calls ``condemned``.
         """
         assert sample.state is RUNNING, sample
-        if sample.losses >= MOST_LOSSES or sample.group.state is not RUNNING:
+        if sample.losses >= MAX_LOSSES or sample.group.state is not RUNNING:
             return False
         self.running -= 1
         sample.losses += 1

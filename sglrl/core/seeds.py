@@ -5,7 +5,7 @@ from __future__ import annotations
 from hashlib import blake2b
 from typing import Final
 
-MOST_SEED: Final = (1 << 62) - 1
+MAX_SEED: Final = (1 << 62) - 1
 """The largest seed of a request."""
 
 SEEDS: Final = 1 << 32
@@ -27,14 +27,14 @@ def derived_seed(seed: int, *path: int | str) -> int:
         path: which request this is: the number of the sample, of its attempt, of the turn, ...
 
     Returns:
-        A number in ``0..MOST_SEED``. ``seed`` itself if all of the path is 0, so that the first of
+        A number in ``0..MAX_SEED``. ``seed`` itself if all of the path is 0, so that the first of
         several requests samples the same tokens as a single request. Results for other paths are
         unrelated, also if the seeds are consecutive numbers.
     """
     if not any(path):
         return seed
     digest = blake2b(repr((int(seed), *path)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") & MOST_SEED
+    return int.from_bytes(digest, "little") & MAX_SEED
 
 
 def process_seed(random_seed: int, worker: int, process: int) -> int:

@@ -15,7 +15,7 @@ from collections import Counter, deque
 from typing import Final
 
 FIRST_DELAY: Final = 0.5
-MOST_DELAY: Final = 30.0
+MAX_DELAY: Final = 30.0
 
 
 class Supervision:
@@ -60,7 +60,7 @@ class Supervision:
         # A single failure is not a pattern.
         if self._failures < 2:
             return 0.0
-        return float(min(MOST_DELAY, FIRST_DELAY * 2.0 ** min(self._failures - 2, 60)))
+        return float(min(MAX_DELAY, FIRST_DELAY * 2.0 ** min(self._failures - 2, 60)))
 
     @property
     def history(self) -> str:

@@ -21,7 +21,7 @@ from ..core.effects import Chunk, Drained, End, Restart, Send, SendCancel, Waiti
 from ..core.fabric import Fabric
 from ..core.members import AWAY, GONE, READY, RETIRED, STALE, STARTING, SYNCING, Member
 from ..errors import Closed, ProtocolError, UsageError
-from ..transport.base import MOST_UNREAD, DriverTransport
+from ..transport.base import MAX_UNREAD, DriverTransport
 from ..transport.dropped import Dropped
 from ..wire.calls import (
     PROTOCOL_VERSION,
@@ -364,7 +364,7 @@ class Driver:
                     # From now on, the worker writes rows to this memory instead of a message.
                     self._links.send(member, [encode(ShareRows())])
                 # A call takes at most two messages: one to submit it and one to cancel it.
-                window = min(message.window, MOST_UNREAD // 2)
+                window = min(message.window, MAX_UNREAD // 2)
                 if any(listener.must_sync(member.index) for listener in self._listeners):
                     self.fabric.member_arrived(member.index, window)
                 else:

@@ -32,7 +32,7 @@ RANKS: Final = 1024
 """The key of a worker's process is ``index * RANKS + rank``."""
 
 
-class Birth(msgspec.Struct, kw_only=True):
+class LaunchSpec(msgspec.Struct, kw_only=True):
     """How to start a worker: one process per rank."""
 
     bodies: Sequence[ActorSpec | EngineSpec]
@@ -90,11 +90,11 @@ class Launcher(Protocol):
         """
         ...
 
-    async def prepare(self, births: Mapping[int, Birth]) -> None:
+    async def prepare(self, launch_specs: Mapping[int, LaunchSpec]) -> None:
         """Make sure that the processes of workers can be started.
 
         Args:
-            births: how they start, by their indices.
+            launch_specs: how they start, by their indices.
 
         Raises:
             WorkerStartError: they cannot, or not in time.
@@ -207,7 +207,7 @@ class LocalLauncher:
         weakref.finalize(self, remove_folder, self._folder, os.getpid()).atexit = False
         return self._folder
 
-    async def prepare(self, births: Mapping[int, Birth]) -> None:
+    async def prepare(self, launch_specs: Mapping[int, LaunchSpec]) -> None:
         """Connect to the fork server, unless connected. Start a new fork server if it was lost.
 
         Raises:

@@ -23,7 +23,7 @@ from ..wire.engine import EngineInfo
 from ..wire.processes import ClientKeys
 from .driver import Driver
 from .fork_server import tail
-from .launcher import Birth, Launcher
+from .launcher import Launcher, LaunchSpec
 from .lifetime import Lifetime
 from .supervisor import Supervisor
 from .worker_info import QueueInfo, WorkerInfo
@@ -46,8 +46,8 @@ class Pool:
     """Worker processes of one kind, and the driver that sends them calls.
 
     Args:
-        births: the births of the workers that the pool starts with.
-        more: ``more(n, present)`` returns the births of ``n`` further workers, beside the workers
+        launch_specs: the launch_specs of the workers that the pool starts with.
+        more: ``more(n, present)`` returns the launch_specs of ``n`` further workers, beside the workers
             that are present.
         name: name of the pool in the warning about a pool that was never closed.
         launcher: starts the processes.
@@ -56,9 +56,9 @@ class Pool:
 
     def __init__(
         self,
-        births: Sequence[Birth],
+        launch_specs: Sequence[LaunchSpec],
         *,
-        more: Callable[[int, list[Birth]], list[Birth]],
+        more: Callable[[int, list[LaunchSpec]], list[LaunchSpec]],
         name: str,
         launcher: Launcher,
         fabric: FabricConfig,
@@ -66,7 +66,7 @@ class Pool:
         progress: StartProgress | None = None,
     ) -> None:
         self._lifetime = Lifetime(name)
-        self._first = births
+        self._first = launch_specs
         self._more = more
         self._fabric_config = fabric
         self._config = config
@@ -199,7 +199,7 @@ class Pool:
         await self._launcher.prepare(dict(enumerate(self._first)))
         if self._launcher.elsewhere:
             self.weights.host = self._launcher.driver_ip or host_of(router.outer_address)
-        workers = [supervisor.add(birth) for birth in self._first]
+        workers = [supervisor.add(launch_spec) for launch_spec in self._first]
         await self._all_ready(workers)
         self.engine = workers[0].ready.result().engine
 
@@ -315,18 +315,18 @@ class Pool:
         self._check_awake()
         members = self.driver.fabric.members
         present = [
-            birth
-            for index, birth in self._supervisor.births.items()
+            launch_spec
+            for index, launch_spec in self._supervisor.launch_specs.items()
             if members[index].state is not RETIRED
         ]
-        births = self._more(n, present)
-        await self._launcher.prepare(self._supervisor.next_births(births))
+        launch_specs = self._more(n, present)
+        await self._launcher.prepare(self._supervisor.next_launch_specs(launch_specs))
         self._check_open()
         self._check_awake()
         workers: list[Worker] = []
         try:
-            for birth in births:
-                worker = self._supervisor.add(birth)
+            for launch_spec in launch_specs:
+                worker = self._supervisor.add(launch_spec)
                 workers.append(worker)
             async with asyncio.timeout(self._config.start_timeout):
                 for worker in workers:

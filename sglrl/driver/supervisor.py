@@ -30,7 +30,7 @@ from ..wire.weights import rank_identity
 from .driver import Driver
 from .fork_server import tail
 from .hang_monitor import HangMonitor
-from .launcher import Birth
+from .launcher import LaunchSpec
 from .worker_logs import WorkerLogs, last_exception
 from .worker_processes import Processes, Worker
 
@@ -39,7 +39,7 @@ logger = logging.getLogger("sglrl.pool")
 _LAST_LINES: Final = 5
 """Lines of a lost worker's output in the log line about it."""
 
-_MOST_LINES: Final = 1000
+_MAX_LINES: Final = 1000
 """Lines of a lost worker's output that are searched for the exception that ended the worker."""
 
 _RETURN_SECONDS: Final = 30.0
@@ -58,7 +58,7 @@ class Supervisor(DriverListener):
         on_progress: called with each stage of a worker's start.
 
     Attributes:
-        births: how each worker is started, by index.
+        launch_specs: how each worker is started, by index.
         workers: the latest processes of each worker, by index.
         monitor: kills workers that hang.
     """
@@ -72,7 +72,7 @@ class Supervisor(DriverListener):
         config: PoolConfig,
         on_progress: Callable[[str], None],
     ) -> None:
-        self.births: dict[int, Birth] = {}
+        self.launch_specs: dict[int, LaunchSpec] = {}
         self.workers: dict[int, Worker] = {}
         self._processes = processes
         self._launcher = processes.launcher
@@ -121,44 +121,44 @@ class Supervisor(DriverListener):
 
     # --- start ------------------------------------------------------------------------------------
 
-    def next_births(self, births: Sequence[Birth]) -> dict[int, Birth]:
-        """Return births by the indices that ``add`` will use for them."""
-        return dict(enumerate(births, len(self.births)))
+    def next_launch_specs(self, launch_specs: Sequence[LaunchSpec]) -> dict[int, LaunchSpec]:
+        """Return launch_specs by the indices that ``add`` will use for them."""
+        return dict(enumerate(launch_specs, len(self.launch_specs)))
 
-    def add(self, birth: Birth) -> Worker:
+    def add(self, launch_spec: LaunchSpec) -> Worker:
         """Fork a worker with the next index."""
-        index = len(self.births)
-        self.births[index] = birth
+        index = len(self.launch_specs)
+        self.launch_specs[index] = launch_spec
         try:
             return self._fork(index)
         except BaseException:
-            del self.births[index]
+            del self.launch_specs[index]
             raise
 
     def _fork(self, index: int) -> Worker:
-        birth = self.births[index]
+        launch_spec = self.launch_specs[index]
         identity = f"{index}-{secrets.token_hex(8)}".encode()
         log = self.logs.path(self._folder, index, self._forked[index])
         worker = Worker(index, identity, self._folder, log)
-        specs = self._specs(worker, birth)
+        specs = self._specs(worker, launch_spec)
         self._forked[index] += 1
-        requests = self._processes.requests(worker, specs, birth.env)
+        requests = self._processes.requests(worker, specs, launch_spec.env)
         self._supervision.setdefault(
             index, Supervision(self._config.restarts, self._config.restart_period)
         )
         self._driver.add_worker(index, identity)
         self.workers[index] = worker
         self.monitor.watch(index, identity)
-        for rank, body in enumerate(birth.bodies):
+        for rank, body in enumerate(launch_spec.bodies):
             if isinstance(body, EngineSpec):
                 self._weights.add_rank(index, rank, rank_identity(identity, rank))
         self._processes.fork(worker, requests)
         return worker
 
-    def _specs(self, worker: Worker, birth: Birth) -> list[WorkerSpec]:
+    def _specs(self, worker: Worker, launch_spec: LaunchSpec) -> list[WorkerSpec]:
         """Return the spec of each rank."""
         specs = []
-        for body in birth.bodies:
+        for body in launch_spec.bodies:
             if isinstance(body, EngineSpec):
                 body = msgspec.structs.replace(
                     body,
@@ -220,7 +220,7 @@ class Supervisor(DriverListener):
             or self._launcher.lost
             or (f"killed by signal {-status}" if status < 0 else f"exited with status {status}")
         )
-        exception = last_exception(tail(worker.log, _MOST_LINES)) if status > 0 else ""
+        exception = last_exception(tail(worker.log, _MAX_LINES)) if status > 0 else ""
         named = f"{reason}: {exception}" if exception else reason
         if not worker.ready.done():
             host = self._launcher.host(index)
@@ -330,7 +330,7 @@ class Supervisor(DriverListener):
             if worker.restart_in is None:
                 return False
             try:
-                await self._launcher.prepare({worker.index: self.births[worker.index]})
+                await self._launcher.prepare({worker.index: self.launch_specs[worker.index]})
             except WorkerStartError as error:
                 if worker.restart_in is not None:
                     self._not_replaced(worker, error)

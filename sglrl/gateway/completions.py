@@ -81,7 +81,7 @@ class CompletionRequest(FlatBody, frozen=True, kw_only=True):
             raise InvalidRequest("chat_template_kwargs is for messages: omit it")
         sampling = {
             "max_new_tokens": DEFAULT_MAX_TOKENS,
-            **self.given_sampling(least_tokens=0),
+            **self.given_sampling(min_tokens=0),
             **grammar_of(self.response_format),
             **given_experts(self.return_routed_experts, self.routed_experts_start_len),
         }

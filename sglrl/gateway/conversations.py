@@ -34,7 +34,7 @@ from .errors import HttpError
 _encode = msgspec.json.Encoder(order="sorted", enc_hook=str).encode
 _REMEMBERED = 64
 """Answers of a session that a client may ask for again."""
-MOST_TOKENS = 1 << 30
+MAX_TOKENS = 1 << 30
 """Without a limit a turn may fill the context, as in OpenAI's API."""
 OnTokens = Callable[[int, SessionSpec, TokenChunk], None]
 """Called with new tokens of a choice, and the spec of its session."""
@@ -351,7 +351,7 @@ def options_of(request: TurnRequest, spec: SessionSpec, on_chunk: OnChunk) -> di
         "top_logprobs": request.top_logprobs,
     }
     if spec.prepared.max_new_tokens is None:
-        options.setdefault("max_new_tokens", MOST_TOKENS)
+        options.setdefault("max_new_tokens", MAX_TOKENS)
     if request.experts_from is not None and spec.requests.info.routed_experts is not None:
         options["return_routed_experts"] = True
     if request.stream:

@@ -36,7 +36,7 @@ _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
 """Begins each escape of a surrogate."""
 _CONVERSATION: Final = ("input", "instructions", "messages", "system")
 """Fields with texts of the model and of the user."""
-MOST_CHOICES: Final = 128
+MAX_CHOICES: Final = 128
 _NO_FIELDS: Final = Fields()
 
 
@@ -358,8 +358,8 @@ def check_choices(choices: int | None) -> int:
         InvalidRequest: it is too small or too large.
     """
     found = 1 if choices is None else choices
-    if not 1 <= found <= MOST_CHOICES:
-        raise InvalidRequest(f"n must be in 1..{MOST_CHOICES}, got {found}")
+    if not 1 <= found <= MAX_CHOICES:
+        raise InvalidRequest(f"n must be in 1..{MAX_CHOICES}, got {found}")
     return found
 
 

@@ -8,7 +8,7 @@ from typing import Any, Final
 from ..errors import InvalidRequest
 
 Prompt = str | list[int]
-MOST_COMPLETIONS: Final = 4096
+MAX_COMPLETIONS: Final = 4096
 """Of one request."""
 
 
@@ -49,8 +49,8 @@ def check_completions(prompts: int, choices: int) -> None:
     Raises:
         InvalidRequest: it is too large.
     """
-    if prompts * choices > MOST_COMPLETIONS:
+    if prompts * choices > MAX_COMPLETIONS:
         raise InvalidRequest(
             f"the request asks for {prompts * choices:,} completions; send at most "
-            f"{MOST_COMPLETIONS:,} in one request"
+            f"{MAX_COMPLETIONS:,} in one request"
         )

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-MOST_HEAD_BYTES: Final = 64 << 10
+MAX_HEAD_BYTES: Final = 64 << 10
 """Largest URL and headers of a request together."""
 
 
@@ -50,8 +50,8 @@ class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         if not self._in_head:
             return
         self._received += len(data)
-        if self._received > MOST_HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"The head has more than {MOST_HEAD_BYTES:,} bytes.")
+        if self._received > MAX_HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The head has more than {MAX_HEAD_BYTES:,} bytes.")
 
     # --- callbacks of the parser ------------------------------------------------------------------
 
@@ -63,7 +63,7 @@ class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
     def on_headers_complete(self) -> None:
         self._in_head = False
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
-        if size > MOST_HEAD_BYTES:
+        if size > MAX_HEAD_BYTES:
             # The parser makes this an error of the request.
             raise ValueError(f"the head has {size:,} bytes")
         self._stop_timer()

@@ -19,7 +19,7 @@ logger = logging.getLogger("sglrl.gateway")
 
 KEY_PREFIX = "sk-sglrl-"
 """Begins the keys of sessions, so that the key of a session that has ended is recognized."""
-_LEAST_SECONDS, _MOST_SECONDS = 1.0, 3600.0
+_MIN_SECONDS, _MAX_SECONDS = 1.0, 3600.0
 """Time between two looks for sessions that nobody uses."""
 
 
@@ -116,7 +116,7 @@ class Registry:
 
     def _look_again(self, seconds: float) -> None:
         self._expiring = asyncio.get_running_loop().call_later(
-            min(seconds, _MOST_SECONDS), self._expire
+            min(seconds, _MAX_SECONDS), self._expire
         )
 
     def _expire(self) -> None:
@@ -126,7 +126,7 @@ class Registry:
         for session in list(self._by_id.values()):
             left = session.used + self._expire_after - now
             if left > 0 or session.requests:
-                due.append(max(left, _LEAST_SECONDS))
+                due.append(max(left, _MIN_SECONDS))
                 continue
             logger.warning(
                 "session %s had no request for %g s: ended", session.id, self._expire_after

@@ -26,11 +26,11 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
     first_names: ClassVar[Mapping[str, str]] = {}
     other_names: ClassVar[Mapping[str, str]] = {}
 
-    def given_sampling(self, least_tokens: int = 1) -> dict[str, Any]:
+    def given_sampling(self, min_tokens: int = 1) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that are given.
 
         Args:
-            least_tokens: minimum of ``max_new_tokens``.
+            min_tokens: minimum of ``max_new_tokens``.
 
         Raises:
             InvalidRequest: two fields of the same meaning differ, or the output is too short.
@@ -47,9 +47,9 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
                     f"{self.first_names[ours]} and {name} differ: give one of them"
                 )
         limit = sampling.get("max_new_tokens")
-        if limit is not None and limit < least_tokens:
+        if limit is not None and limit < min_tokens:
             name = self.sampling_names()["max_new_tokens"]
-            raise InvalidRequest(f"{name} must be at least {least_tokens}, got {limit}")
+            raise InvalidRequest(f"{name} must be at least {min_tokens}, got {limit}")
         if sampling.get("top_k") == 0 and self.dialect != "sglang":
             # vLLM's clients mean all tokens. SGLang rejects 0.
             sampling["top_k"] = -1

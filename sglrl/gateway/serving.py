@@ -11,7 +11,7 @@ from typing import Any, Self
 import msgspec
 
 from ..actors.handles import WorkerHandle
-from ..actors.spawning import ActorHandle, birth_of
+from ..actors.spawning import ActorHandle, launch_spec_of
 from ..client.client import Client
 from ..config import FabricConfig, GatewayOptions, PoolConfig, check_gateway_packages, positive
 from ..driver.launcher import LocalLauncher
@@ -135,10 +135,12 @@ class Gateway:
             host = client.pool.weights.host
             settings = msgspec.structs.replace(settings, port=port, weights_host=host)
             arguments = [(settings, target, Place(i, sockets)) for i in range(self._count)]
-            births = [birth_of(GatewayProcess, a, replicas=1, window=_WINDOW) for a in arguments]
+            launch_specs = [
+                launch_spec_of(GatewayProcess, a, replicas=1, window=_WINDOW) for a in arguments
+            ]
             pool = Pool(
-                births,
-                more=lambda n, present: births[:n],
+                launch_specs,
+                more=lambda n, present: launch_specs[:n],
                 name="the gateway",
                 # The fork server imports the tokenizer's library, once for all gateways.
                 launcher=LocalLauncher("tokenizer", None, _START_SECONDS),

@@ -203,7 +203,7 @@ def _each(name: str, value: _T | list[_T] | None, default: _T, count: int) -> li
 
 def _given(params: _Sampling, fields: Any, at: int) -> dict[str, Any]:
     """Return the fields of ``SamplingParams`` that are given."""
-    found = params.given_sampling(least_tokens=0)
+    found = params.given_sampling(min_tokens=0)
     given = fields[at] if isinstance(fields, list) else fields or {}
     if "max_new_tokens" not in given:
         found["max_new_tokens"] = DEFAULT_MAX_NEW_TOKENS

@@ -26,7 +26,7 @@ from .settings import Settings
 
 _SECONDS: Final = 300.0
 """Time limit for forming a group and for each update. TorchRL's client has the same limit."""
-_MOST_DIGITS: Final = 10
+_MAX_DIGITS: Final = 10
 """Of a version."""
 _UNCHANGED: Final = without_effect("flush_cache", "torch_empty_cache")
 """Fields that change nothing: versions never share a prefix cache."""
@@ -248,9 +248,9 @@ def _inflight(abort: bool) -> str:
 def _version(given: str | None) -> int | None:
     if given is None:
         return None
-    if not given.isascii() or not given.isdecimal() or len(given) > _MOST_DIGITS:
+    if not given.isascii() or not given.isdecimal() or len(given) > _MAX_DIGITS:
         raise InvalidRequest(
-            f"weight_version must be a number of at most {_MOST_DIGITS} digits, got {given!r:.200}"
+            f"weight_version must be a number of at most {_MAX_DIGITS} digits, got {given!r:.200}"
         )
     return int(given)
 

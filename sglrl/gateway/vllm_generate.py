@@ -37,7 +37,7 @@ from .sampling_body import SamplingBody, sampling_fields
 from .structured_outputs import grammar_names, with_structured_outputs
 from .token_answers import TokenRow, token_rows, usage_of_prompts
 
-LEAST_LOGPROB: Final = -9999.0
+MIN_LOGPROB: Final = -9999.0
 """JSON has no infinity. vLLM sends this instead."""
 
 
@@ -237,7 +237,7 @@ def _one(id_: int, logprob: float, rank: int | None) -> dict[str, Any]:
     return {
         "token": f"token_id:{id_}",
         "token_id": id_,
-        "logprob": max(logprob, LEAST_LOGPROB),
+        "logprob": max(logprob, MIN_LOGPROB),
         "rank": rank,
         "bytes": None,
     }

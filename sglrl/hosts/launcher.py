@@ -16,7 +16,7 @@ import msgspec
 
 from ..core.placement import Place
 from ..driver.environment import environment
-from ..driver.launcher import RANKS, Birth
+from ..driver.launcher import RANKS, LaunchSpec
 from ..driver.temporary_folders import make_folder, remove_folder
 from ..errors import NotEnoughDevices, UsageError, WorkerStartError
 from ..transport.system_limits import no_file
@@ -93,7 +93,7 @@ class HostLauncher:
         self._pool = self._hosts.add_pool(self)
         return self._folder
 
-    async def prepare(self, births: Mapping[int, Birth]) -> None:
+    async def prepare(self, launch_specs: Mapping[int, LaunchSpec]) -> None:
         """Find a place for each worker, and make its host's fork server import what it needs.
 
         A worker keeps its place while its host is there.
@@ -103,34 +103,34 @@ class HostLauncher:
         """
         try:
             async with asyncio.timeout(self._timeout):
-                await self._prepare(births)
+                await self._prepare(launch_specs)
         except TimeoutError:
             raise WorkerStartError(
                 f"no place for workers within {self._timeout:g} s: {self.missing}"
             ) from None
         self.missing = ""
 
-    async def _prepare(self, births: Mapping[int, Birth]) -> None:
+    async def _prepare(self, launch_specs: Mapping[int, LaunchSpec]) -> None:
         if not self._places:
             while lacking := self._hosts.lacking():
                 self.missing = lacking
                 await self._hosts.change()
         device = self._chosen_device()
-        for index in births:
+        for index in launch_specs:
             place = self._places.get(index)
             if place is not None and not self._hosts.placement.holds(place):
                 # Its host has left. It may have returned, but others may have this place now.
                 del self._places[index]
-        missing = [index for index in births if index not in self._places]
-        if missing and device == "cpu" and len(births[missing[0]].bodies) > 1:
+        missing = [index for index in launch_specs if index not in self._places]
+        if missing and device == "cpu" and len(launch_specs[missing[0]].bodies) > 1:
             raise NotEnoughDevices("tp_size > 1 needs GPUs, and no host offers any")
         if missing:
-            gpus = len(births[missing[0]].bodies) if device == "cuda" else 0
+            gpus = len(launch_specs[missing[0]].bodies) if device == "cuda" else 0
             while (places := self._hosts.placement.take(len(missing), gpus)) is None:
                 self.missing = self._hosts.too_few(len(missing), gpus)
                 await self._hosts.change()
             self._places.update(zip(missing, places, strict=True))
-        links = {self._hosts.link(self._places[index].host) for index in births}
+        links = {self._hosts.link(self._places[index].host) for index in launch_specs}
         await asyncio.gather(*(self._open(link, device) for link in links if link is not None))
 
     def _chosen_device(self) -> str:

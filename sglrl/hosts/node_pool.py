@@ -27,7 +27,7 @@ _TINY_SECONDS: Final = 120.0
 """Seconds for a host to make the model "tiny"."""
 _STACKS_SECONDS: Final = 0.5
 """Seconds for a worker to write its stacks."""
-_MOST_OUTPUT: Final = 32_768
+_MAX_OUTPUT: Final = 32_768
 """Maximum number of bytes of a worker's output that are sent at a time."""
 
 
@@ -150,9 +150,9 @@ class NodePool:
             return
         with contextlib.suppress(OSError), self._log(key).open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(self._sent[key], size - _MOST_OUTPUT))
+            file.seek(max(self._sent[key], size - _MAX_OUTPUT))
             self._sent[key] = size
-            text = file.read(_MOST_OUTPUT).decode(errors="replace")
+            text = file.read(_MAX_OUTPUT).decode(errors="replace")
             if text:
                 self._report(Output(self._number, key, text))
 

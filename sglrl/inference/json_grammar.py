@@ -31,7 +31,7 @@ from .pattern_grammar import (
 from .schema_forms import Form, Forms, is_closed, reject
 from .schema_values import TYPES, valid
 
-_MOST_RULES: Final = 20_000
+_MAX_RULES: Final = 20_000
 _HEX: Final = "[0-9a-fA-F]"
 _UNICODE: Final = f'"u" ([0-9a-cA-CefEF] {_HEX}{{3}} | [dD] [0-7] {_HEX}{{2}})'
 _ESCAPED: Final = f'["\\\\/bfnrt] | {_UNICODE}'
@@ -109,8 +109,8 @@ class JsonGrammar:
         """Return the name of a rule."""
         self._made += 1
         name = f"r{self._made}"
-        if self._made > _MOST_RULES:
-            raise InvalidRequest(f"json_schema: the grammar has more than {_MOST_RULES} rules")
+        if self._made > _MAX_RULES:
+            raise InvalidRequest(f"json_schema: the grammar has more than {_MAX_RULES} rules")
         self._rules[name] = body
         return name
 

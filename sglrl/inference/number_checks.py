@@ -29,7 +29,7 @@ def check_integer(name: str, value: Any, low: int, high: float = (1 << 31) - 1) 
         raise InvalidRequest(f"{name} must be at most {high}, got {value}")
 
 
-def most_top_logprobs(vocab_size: int) -> int:
+def max_top_logprobs(vocab_size: int) -> int:
     """Return the largest allowed ``top_logprobs``, and number of ids of ``token_ids_logprob``."""
     return min(1000, vocab_size)
 

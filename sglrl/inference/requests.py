@@ -20,7 +20,7 @@ from ..weights.port import WeightsPort
 from ..wire.codec import encode
 from ..wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, ScoreArgs
 from .completion import Completion, Decode, NextTokenLogprobs
-from .number_checks import most_top_logprobs
+from .number_checks import max_top_logprobs
 from .prompts import encode_prompts
 from .replies import ChunkReply, GenerationReply, NextTokenReply, OnChunk, ScoreReply
 from .routed_experts import RoutedRows
@@ -62,8 +62,8 @@ class Requests:
         self.samplings = SamplingCache.of(info)
         # Every call reads these values, so keep them as attributes.
         self.vocab_size = info.vocab_size
-        self._most_prompt_tokens = info.max_prompt_tokens
-        self._most_tokens = info.max_total_tokens
+        self._max_prompt_tokens = info.max_prompt_tokens
+        self._max_tokens = info.max_total_tokens
         self._max_body = driver.max_message_bytes - ENVELOPE_BYTES
         self._max_ids = self._max_body - _BESIDE_IDS
         self.weights = weights
@@ -74,7 +74,7 @@ class Requests:
 
     def check_top(self, top_logprobs: Any) -> None:
         """Raise ``InvalidRequest`` unless ``top_logprobs`` is an allowed number of tokens."""
-        most = most_top_logprobs(self.vocab_size)
+        most = max_top_logprobs(self.vocab_size)
         if type(top_logprobs) is not int or not 0 <= top_logprobs <= most:
             raise InvalidRequest(f"top_logprobs must be in 0..{most}, got {top_logprobs!r}")
 
@@ -319,9 +319,9 @@ class Requests:
             count = len(ids) // 4
             if start >= count:
                 raise InvalidRequest(f"start={start} is beyond the {count} tokens given")
-            if count > self._most_tokens:
+            if count > self._max_tokens:
                 raise InvalidRequest(
-                    f"the text has {count} tokens; at most {max(0, self._most_tokens)} are "
+                    f"the text has {count} tokens; at most {max(0, self._max_tokens)} are "
                     f"possible with a context of {self.info.context_length} and a KV cache of "
                     f"{self.info.kv_cache_tokens} tokens"
                 )
@@ -362,7 +362,7 @@ class Requests:
         lora: str = "",
     ) -> Call:
         """Make a call without submitting it. This checks ``top_k`` and ``timeout``."""
-        if len(ids) // 4 > self._most_prompt_tokens:
+        if len(ids) // 4 > self._max_prompt_tokens:
             self._check_length(len(ids) // 4)
         if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= self.vocab_size):
             raise InvalidRequest(f"top_k must be None or in 1..{self.vocab_size}, got {top_k!r}")
@@ -389,16 +389,16 @@ class Requests:
         Raises:
             InvalidRequest: the prompt is too long, or the requested ``max_new_tokens`` do not fit.
         """
-        if prompt_tokens > self._most_prompt_tokens:
+        if prompt_tokens > self._max_prompt_tokens:
             self._check_length(prompt_tokens)
-        room = self._most_tokens - prompt_tokens
+        room = self._max_tokens - prompt_tokens
         wanted = prepared.max_new_tokens
         if wanted is None:
             return min(DEFAULT_MAX_NEW_TOKENS, room)
         if wanted > room:
             raise InvalidRequest(
                 f"max_new_tokens={wanted} does not fit: the prompt has {prompt_tokens} tokens, and "
-                f"together at most {self._most_tokens} are possible with a context of "
+                f"together at most {self._max_tokens} are possible with a context of "
                 f"{self.info.context_length} and a KV cache of {self.info.kv_cache_tokens} tokens, "
                 f"so at most {room}"
             )

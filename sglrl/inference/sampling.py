@@ -9,7 +9,7 @@ from typing import Annotated, Any, Final, Literal, TypedDict
 
 import msgspec
 
-from ..core.seeds import MOST_SEED
+from ..core.seeds import MAX_SEED
 from ..errors import InvalidRequest
 from .logit_processors import check_processor
 from .sampling_fields import (
@@ -145,7 +145,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     ignore_eos: Annotated[bool, Flag()] = False
     seed: Annotated[
         int | None,
-        Integer(0, MOST_SEED),
+        Integer(0, MAX_SEED),
         Names(aliases=("sampling_seed",), http={"sglang": ("seed", "sampling_seed")}),
     ] = None
     json_schema: Annotated[

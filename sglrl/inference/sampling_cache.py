@@ -12,7 +12,7 @@ from ..errors import InvalidRequest
 from ..wire.codec import encode
 from ..wire.engine import EngineInfo
 from .logit_processors import check_declared
-from .number_checks import most_top_logprobs
+from .number_checks import max_top_logprobs
 from .routed_experts import NO_EXPERTS
 from .sampling import NO_HIDDEN_STATES, SamplingParams, from_kwargs, merged
 
@@ -150,7 +150,7 @@ class SamplingCache:
                     raise InvalidRequest(
                         f"{name} holds {token}; the vocabulary has {self._vocab_size} tokens"
                     )
-        count, most = len(params.token_ids_logprob), most_top_logprobs(self._vocab_size)
+        count, most = len(params.token_ids_logprob), max_top_logprobs(self._vocab_size)
         if count > most:
             raise InvalidRequest(f"token_ids_logprob has {count} token ids; at most {most} can be")
         if params.return_hidden_states and not self._hidden_size:

@@ -24,9 +24,9 @@ from .tokens import check_text
 
 MAX_INT32: Final = (1 << 31) - 1
 TOP_K_ALL: Final = 1 << 30
-LEAST_TEMPERATURE: Final = 1e-6
+MIN_TEMPERATURE: Final = 1e-6
 """SGLang samples greedily below this, and its logprobs are then those of temperature 1."""
-MOST_BIAS: Final = 1e6
+MAX_BIAS: Final = 1e6
 """Largest bias of a logit. With a larger bias, rounding would erase the logit itself."""
 
 
@@ -73,9 +73,9 @@ class Temperature(Number):
 
     def check(self, name: str, value: Any) -> None:
         super().check(name, value)
-        if 0 < float(value) < LEAST_TEMPERATURE:
+        if 0 < float(value) < MIN_TEMPERATURE:
             raise InvalidRequest(
-                f"{name} must be 0, which is greedy, or at least {LEAST_TEMPERATURE:g}, got {value}"
+                f"{name} must be 0, which is greedy, or at least {MIN_TEMPERATURE:g}, got {value}"
             )
 
 
@@ -232,10 +232,10 @@ class Biases(Kind):
             decimal = isinstance(token, str) and token.isdecimal() and len(token) < 20
             check_integer(f"a key of {name}", int(token) if decimal else token, 0)
             if not (isinstance(bias, (float, np.floating)) and bias == -math.inf):
-                check_number(name, bias, -math.inf, MOST_BIAS)
+                check_number(name, bias, -math.inf, MAX_BIAS)
 
     def plain(self, value: Any) -> dict[int, float]:
-        return {int(token): max(-MOST_BIAS, float(bias)) for token, bias in value.items()}
+        return {int(token): max(-MAX_BIAS, float(bias)) for token, bias in value.items()}
 
 
 class ProcessorName(Kind):

@@ -16,7 +16,7 @@ from ..core.calls import Call
 from ..core.prefixes import Route
 from ..driver.driver import ENVELOPE_BYTES, Driver, now
 from ..errors import DeadlineExceeded, InvalidRequest, SglrlError, UnknownEndpoint
-from ..inference.number_checks import check_number, most_top_logprobs
+from ..inference.number_checks import check_number, max_top_logprobs
 from ..inference.requests import Requests as EngineRequests
 from ..inference.routed_experts import check_begin
 from ..inference.sampling import SentSampling
@@ -63,10 +63,10 @@ class Admission:
         self._ask = ask
         self._requests = requests
         self._vocab_size: int = info.vocab_size
-        self._most_prompt: int = info.max_prompt_tokens
-        self._most_total: int = info.max_total_tokens
+        self._max_prompt: int = info.max_prompt_tokens
+        self._max_total: int = info.max_total_tokens
         self._limits = SamplingCache.of(info)
-        self._most_top = most_top_logprobs(info.vocab_size)
+        self._max_top = max_top_logprobs(info.vocab_size)
         self._max_body = driver.max_message_bytes - ENVELOPE_BYTES
         self._samplings: dict[bytes, tuple[int, msgspec.Raw]] = {}
         """By received bytes, what ``_check_sampling`` returned."""
@@ -124,7 +124,7 @@ class Admission:
                 raise UnknownEndpoint(f"the engine has no endpoint {endpoint!r}")
         except MALFORMED as error:
             raise InvalidRequest(f"{endpoint}: {error}") from None
-        self._check_ids(ids, self._most_total if endpoint == "score" else self._most_prompt)
+        self._check_ids(ids, self._max_total if endpoint == "score" else self._max_prompt)
         if len(raw) > self._max_body:
             raise InvalidRequest("the request does not fit one message to a worker")
         if session is not None and len(session) > _LONGEST_NAME:
@@ -175,11 +175,11 @@ class Admission:
             forward.begun = [TokenChunk(begun, routed=wanted.resume_rows)]
         received = bytes(wanted.sampling)
         new, sampling = self._samplings.get(received) or self._check_sampling(received)
-        if not 1 <= new <= self._most_total - len(ids) // 4:
+        if not 1 <= new <= self._max_total - len(ids) // 4:
             raise InvalidRequest(
                 f"max_new_tokens={new} does not fit a prompt of {len(ids) // 4} tokens"
             )
-        _check_top(wanted.top_logprobs, self._most_top)
+        _check_top(wanted.top_logprobs, self._max_top)
         check_begin(wanted)
         args = GenerateArgs(
             ids,
@@ -203,7 +203,7 @@ class Admission:
         if not 0 <= wanted.start < count:
             raise InvalidRequest(f"start={wanted.start} is beyond the tokens given")
         check_number("temperature", wanted.temperature, 0.0, math.inf, open_low=True)
-        _check_top(wanted.top_logprobs, self._most_top)
+        _check_top(wanted.top_logprobs, self._max_top)
         return wanted, ids, (count - wanted.start) * (4 + 8 * wanted.top_logprobs)
 
     def _next_token(self, raw: Any) -> tuple[NextTokenArgs, bytes, int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from ..config import LEAST_UNREAD_BYTES, FabricConfig
+from ..config import MIN_UNREAD_BYTES, FabricConfig
 from ..core.calls import Call
 from ..core.effects import Restart
 from ..core.members import READY, RETIRED, Member
@@ -20,7 +20,7 @@ from ..wire.remote import Answers, BytesRead, PoolStatus, Rejected, Requests, We
 
 _ANY_NUMBER: Final = 1 << 62
 _MANY: Final = 64
-_REPORT_BYTES: Final = LEAST_UNREAD_BYTES // 4
+_REPORT_BYTES: Final = MIN_UNREAD_BYTES // 4
 _APART: Final = 0.001
 """Minimum seconds between two messages to the pool while many calls are pending. A message costs
 the pool's process as much as several calls, and that process serves all clients."""

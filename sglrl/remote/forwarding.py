@@ -34,12 +34,12 @@ _FRAMES: Final = 3
 class Peer:
     """One client and its unsent answers. ``state`` is the client's state in the fabric."""
 
-    def __init__(self, identity: bytes, most_bytes: int, state: ClientState) -> None:
+    def __init__(self, identity: bytes, max_bytes: int, state: ClientState) -> None:
         self.identity = identity
         self.state = state
         self.sent = self.read = 0
         """Bytes of all messages sent to the client, and bytes that the client reported as read."""
-        self.most_bytes = most_bytes
+        self.max_bytes = max_bytes
         """Maximum bytes of a frame."""
         self.calls: dict[int, Call] = {}
         self.conversations: dict[int, Route] = {}
@@ -163,7 +163,7 @@ class Relay:
         self._unsent: dict[Peer, None] = {}
         self._flush_scheduled = False
         most = max(driver.fabric.config.max_unread_bytes, driver.max_message_bytes)
-        self._most_unread = DROPPED_AT * most
+        self._max_unread = DROPPED_AT * most
 
     def put(self, peer: Peer, item: Part, frames: Sequence[Buffer]) -> None:
         """Send an item when the loop tick ends, in one message with the client's other items."""
@@ -209,7 +209,7 @@ class Relay:
             size += len(frame)
         peer.sent += size
         peer.state.unread += size
-        if peer.sent - peer.read > self._most_unread:
+        if peer.sent - peer.read > self._max_unread:
             self._on_lost(peer)
 
     def read_so_far(self, peer: Peer, size: int) -> bool:
@@ -260,14 +260,14 @@ class Relay:
     ) -> None:
         body = encode(Answers(items, again, status))  # type: ignore[arg-type]
         largest = max(len(body), *map(len, frames)) if frames else len(body)
-        if largest > peer.most_bytes and len(items) > 1:
+        if largest > peer.max_bytes and len(items) > 1:
             half = len(items) // 2
             count = sum(item[_FRAMES] for item in items[:half])
             self._send_answers(peer, items[:half], again, frames[:count], status)
             self._send_answers(peer, items[half:], [], frames[count:], None)
-        elif largest > peer.most_bytes and items and items[0][_KIND] != ItemKind.FAILED:
+        elif largest > peer.max_bytes and items and items[0][_KIND] != ItemKind.FAILED:
             what = (
-                f"the answer has {largest:,} bytes, of at most {peer.most_bytes:,} that fit one "
+                f"the answer has {largest:,} bytes, of at most {peer.max_bytes:,} that fit one "
                 "message of this client (max_message_bytes)"
             )
             body = encode(ErrorBody(MessageTooLarge.__name__, what, ""))

@@ -42,7 +42,7 @@ from .forwarding import NEWS_SECONDS, Peer, Relay
 
 logger = logging.getLogger("sglrl.remote")
 
-_MOST_PEERS: Final = 1024
+_MAX_PEERS: Final = 1024
 """Maximum number of clients. A client counts until it sends ``Leave`` or is unreachable."""
 
 
@@ -223,11 +223,11 @@ class PoolServer(DriverListener):
                 f"{PROTOCOL_VERSION}; install the same sglrl on both sides",
             )
             return False
-        if len(self._peers) >= _MOST_PEERS:
+        if len(self._peers) >= _MAX_PEERS:
             # A failed message removes an unreachable client.
             self._tell_all()
-        if len(self._peers) >= _MOST_PEERS:
-            self._dismiss(identity, f"the pool has {_MOST_PEERS} clients in other processes")
+        if len(self._peers) >= _MAX_PEERS:
+            self._dismiss(identity, f"the pool has {_MAX_PEERS} clients in other processes")
             return False
         most = min(client.max_message_bytes, self._driver.max_message_bytes)
         fabric = self._driver.fabric

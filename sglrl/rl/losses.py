@@ -11,7 +11,7 @@ from ..errors import UsageError
 
 Average = Literal["tokens", "sequences"] | int
 
-_MOST_LOG_RATIO: Final = 60.0
+_MAX_LOG_RATIO: Final = 60.0
 """Bound of log ratios. exp(60) is 1e26: far below float32's maximum and far above useful ratios."""
 
 
@@ -120,7 +120,7 @@ def importance_ratios(logprobs: Tensor, behavior: Tensor, mask: Tensor) -> Tenso
     # Mask before the exponential, so that values in the padding do not become inf or NaN. Bound
     # the ratio, because inf times 0 (an advantage, or the gradient of a clipped token) is NaN.
     difference = (_wide(logprobs) - _wide(behavior)).masked_fill(~mask, 0.0)
-    return difference.clamp(max=_MOST_LOG_RATIO).exp()
+    return difference.clamp(max=_MAX_LOG_RATIO).exp()
 
 
 def policy_loss(
@@ -218,7 +218,7 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor | None = None)
     if mask is not None:
         _same_shape(logprobs, mask=mask)
         difference = difference.masked_fill(~mask, 0.0)
-    return difference.clamp(max=_MOST_LOG_RATIO).exp() - 1 - difference
+    return difference.clamp(max=_MAX_LOG_RATIO).exp() - 1 - difference
 
 
 def masked_mean(values: Tensor, mask: Tensor, average: Average = "tokens") -> Tensor:

@@ -16,7 +16,7 @@ import msgspec
 
 from ..actors.actor import EndpointSpec, endpoints_of
 from ..actors.replies import error_of
-from ..actors.spawning import ActorHandle, birth_of
+from ..actors.spawning import ActorHandle, launch_spec_of
 from ..config import FabricConfig, PoolConfig
 from ..control.engine_calls import ask_all, tell
 from ..core import rollout_group as core
@@ -45,10 +45,10 @@ if TYPE_CHECKING:
 _ANY_NUMBER: Final = 1 << 30
 """No limit for the actor's queues: the run limits the number of samples."""
 _HANG_SECONDS: Final = 300.0
-_LEAST_HANG_SECONDS: Final = 10.0
+_MIN_HANG_SECONDS: Final = 10.0
 """A process whose event loop an agent blocks for this long is killed.
 
-The time is the timeout of the samples, but at least ``_LEAST_HANG_SECONDS`` and at most
+The time is the timeout of the samples, but at least ``_MIN_HANG_SECONDS`` and at most
 ``_HANG_SECONDS``.
 """
 _call_arguments: Final = Body(Any)
@@ -132,7 +132,7 @@ class AgentProcesses(DriverListener):
         """Arguments of a group's sessions. None: the processes derive them from the item."""
         self._dead: set[Any] = set()
         """Processes that have died since the last outcome of a sample."""
-        self._most_dead = _SUSPECT_DEATHS * (count + 1)
+        self._max_dead = _SUSPECT_DEATHS * (count + 1)
         self.paused = False
         settings = Settings(
             os.getpid(),
@@ -153,9 +153,9 @@ class AgentProcesses(DriverListener):
         self._endpoints: dict[str, EndpointSpec] = endpoints_of(cls)
         hang = _HANG_SECONDS
         if config.timeout is not None:
-            hang = min(hang, max(_LEAST_HANG_SECONDS, config.timeout))
+            hang = min(hang, max(_MIN_HANG_SECONDS, config.timeout))
         try:
-            birth = birth_of(cls, replicas=count, window=_ANY_NUMBER)
+            launch_spec = launch_spec_of(cls, replicas=count, window=_ANY_NUMBER)
         except Exception as error:
             # Objects that the agent refers to may raise any exception.
             raise UsageError(
@@ -163,8 +163,8 @@ class AgentProcesses(DriverListener):
                 "pass a class, so that each process makes its own instance"
             ) from error
         pool = Pool(
-            [birth] * count,
-            more=lambda n, present: [birth] * n,
+            [launch_spec] * count,
+            more=lambda n, present: [launch_spec] * n,
             name="the processes of a rollout",
             launcher=LocalLauncher(
                 # A process that renders messages imports transformers, which takes seconds. It will
@@ -331,7 +331,7 @@ class AgentProcesses(DriverListener):
     def _lost(self, away: _Away, error: WorkerLost) -> End:
         """Return the end of a sample whose process has died."""
         self._dead.add(away.call and away.call.worker)
-        if len(self._dead) >= self._most_dead:
+        if len(self._dead) >= self._max_dead:
             error.add_note(f"and {len(self._dead)} of them died before any told of a sample")
             return Failed(error, fatal=True)
         return ProcessLost(error)

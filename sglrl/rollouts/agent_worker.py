@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglrl.rollout")
 
 _metadata: Final = Body(dict[Any, Any])
-_MOST_THREADS: Final = 4096
+_MAX_THREADS: Final = 4096
 _KEPT: Final = 1024
 """Maximum groups whose prompt is kept for later samples."""
 
@@ -125,7 +125,7 @@ class AgentWorker(Actor):
                 local_gateway(self._client, settings.gateway)
             )
             # Agents that block run in the threads of the event loop.
-            threads = ThreadPoolExecutor(_MOST_THREADS, "agent")
+            threads = ThreadPoolExecutor(_MAX_THREADS, "agent")
             asyncio.get_running_loop().set_default_executor(threads)
         self._agent = await self._stack.enter_async_context(made_ready(settings.agent))
         _say_it_there(settings.driver)

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from ..config import GatewayOptions, check_gateway_packages, check_timeout
 from ..core.rollout_plan import Plan
-from ..core.seeds import MOST_SEED
+from ..core.seeds import MAX_SEED
 from ..errors import UsageError
 from ..inference.number_checks import check_integer
 from ..inference.options import SessionOptions
@@ -88,7 +88,7 @@ class RolloutConfig:
             if inspect.iscoroutinefunction(given):
                 raise UsageError(f"{name} must be a plain function, not async")
         if self.seed is not None:
-            check_integer("seed", self.seed, 0, MOST_SEED)
+            check_integer("seed", self.seed, 0, MAX_SEED)
         timeout = check_timeout(self.timeout)
         if timeout == 0:
             raise UsageError(f"timeout must be more than 0 seconds, got {timeout!r}")

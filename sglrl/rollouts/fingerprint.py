@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
-_MOST_VALUES: Final = 1024
+_MAX_VALUES: Final = 1024
 """Values of an array that count."""
 _DEEPEST: Final = 32
 
@@ -51,7 +51,7 @@ class Fingerprint:
         elif depth >= _DEEPEST:
             self._put("deep")
         elif isinstance(value, np.ndarray):
-            first = value.reshape(-1)[:_MOST_VALUES]
+            first = value.reshape(-1)[:_MAX_VALUES]
             self._put("a", f"{value.dtype.str} {value.shape}".encode())
             self._add(first.tolist(), depth + 1)
         elif isinstance(value, (list, tuple)):

@@ -32,7 +32,7 @@ from .state_file import load_state, save_state
 if TYPE_CHECKING:
     from ..client.client import Client
 
-_MOST_SAMPLES: Final = 100_000
+_MAX_SAMPLES: Final = 100_000
 """Maximum samples of an item. All samples of a group are created when the group begins."""
 
 
@@ -400,7 +400,7 @@ def _check_pool(client: Client, config: RolloutConfig) -> None:
     most = requests.driver.max_queue + requests.driver.windows(None)
     if config.concurrency is not None:
         # These samples do not all run at the same time.
-        most = max(most, _MOST_SAMPLES)
+        most = max(most, _MAX_SAMPLES)
     if config.group_size > most:
         raise UsageError(
             f"group_size={config.group_size:,} is too large: at most {most:,} samples of an item "

@@ -279,7 +279,7 @@ class Runner:
             self._failures.record(error)
             self._changed()
         else:
-            error.add_note(f"this sample has now lost its process {core.MOST_LOSSES + 1} times")
+            error.add_note(f"this sample has now lost its process {core.MAX_LOSSES + 1} times")
             self._failures.count_failure(error, sample, fatal=False)
             self._plan.condemned(sample, "error")
             self._settle(sample.group, None)

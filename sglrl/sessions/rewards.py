@@ -12,7 +12,7 @@ import numpy as np
 from ..config import type_of
 from ..errors import UsageError
 
-MOST_REWARD: Final = float(np.finfo(np.float32).max)
+MAX_REWARD: Final = float(np.finfo(np.float32).max)
 RewardValue: TypeAlias = SupportsFloat | Mapping[str, SupportsFloat]
 """A reward, or several by name."""
 
@@ -77,7 +77,7 @@ class Rewards:
             amount = number("a reward", float(one) if isinstance(one, (bool, np.bool_)) else one)
             weight = self._weights.get(key, 1.0) if key else 1.0
             total += weight * amount
-            if not abs(total) <= MOST_REWARD:
+            if not abs(total) <= MAX_REWARD:
                 raise UsageError(f"a reward must be finite, also in float32; got {one}")
             if key:
                 named.append(Reward(key, amount, weight, call, whole))
@@ -112,6 +112,6 @@ def number(name: str, value: Any) -> float:
         found = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise UsageError(f"{name} must be a number, got {value!r}") from None
-    if not abs(found) <= MOST_REWARD:
+    if not abs(found) <= MAX_REWARD:
         raise UsageError(f"{name} must be finite, also in float32; got {found}")
     return found

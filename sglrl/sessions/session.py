@@ -462,7 +462,7 @@ class Session:
         """
         observed = sum([len(item) for item in self._pending if isinstance(item, bytes)])
         used = (len(self._place.tokens) + observed) // 4
-        return max(0, self._spec.most_tokens - used)
+        return max(0, self._spec.max_tokens - used)
 
     @property
     def text(self) -> str:

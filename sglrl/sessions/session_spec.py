@@ -144,7 +144,7 @@ class SessionSpec:
         self._prompt = prompt
         info = requests.info
         self.vocab_size = info.vocab_size
-        self.most_tokens = min(info.max_total_tokens, info.max_prompt_tokens + 1)
+        self.max_tokens = min(info.max_total_tokens, info.max_prompt_tokens + 1)
         """The largest number of tokens of a prompt and its output together."""
         self._lock: asyncio.Lock | None = None
         self._ids: bytes | None = None
@@ -233,12 +233,12 @@ class SessionSpec:
     def too_long(self) -> str:
         """Say that the encoded prompt leaves no room for a response; "" if it does."""
         size = 0 if self._ids is None else len(self._ids) // 4
-        if size < self.most_tokens:
+        if size < self.max_tokens:
             return ""
         info = self.requests.info
         return (
             f"its prompt has {size:,} tokens, and together with a response at most "
-            f"{self.most_tokens:,} are possible (a context of {info.context_length:,} and a KV "
+            f"{self.max_tokens:,} are possible (a context of {info.context_length:,} and a KV "
             f"cache of {info.kv_cache_tokens:,} tokens)"
         )
 

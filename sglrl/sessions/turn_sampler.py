@@ -121,11 +121,11 @@ class TurnSampler:
         """
         spec, running = self._spec, self._shared.running
         size = len(ids) // 4
-        limit = min(prepared.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, spec.most_tokens - size)
+        limit = min(prepared.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, spec.max_tokens - size)
         if limit < 1:
             raise InvalidRequest(
                 f"the context is full: the prompt has {size} tokens, with what was observed, and "
-                f"together with its response at most {spec.most_tokens} are possible; see "
+                f"together with its response at most {spec.max_tokens} are possible; see "
                 "Session.room and Session.unobserve"
             )
         deadline = None if spec.timeout is None else deadline_from(spec.timeout)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.seeds import MOST_SEED, derived_seed
+from ..core.seeds import MAX_SEED, derived_seed
 from ..inference.number_checks import check_integer
 
 
@@ -23,9 +23,9 @@ class TurnSeeds:
         """Return the seed of the next turn for a seed that the user has given.
 
         Raises:
-            InvalidRequest: the given seed is not an integer in ``0..MOST_SEED``.
+            InvalidRequest: the given seed is not an integer in ``0..MAX_SEED``.
         """
-        check_integer("seed", seed, 0, MOST_SEED)
+        check_integer("seed", seed, 0, MAX_SEED)
         return derived_seed(seed, *self.path, self._turns)
 
     def turn_ended(self) -> None:

@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-MOST_UNREAD: Final = 1 << 16
+MAX_UNREAD: Final = 1 << 16
 """Maximum number of messages to one peer that wait in the driver's socket. The driver limits a
 worker's window so that a worker that reads, even late, never has this many unread messages."""
 
@@ -63,7 +63,7 @@ class DriverTransport(Protocol):
         """Send one message.
 
         Returns:
-            False if the message was dropped: the peer is not connected, or ``MOST_UNREAD`` messages
+            False if the message was dropped: the peer is not connected, or ``MAX_UNREAD`` messages
             wait for it already.
 
         Raises:

@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 from ..errors import ProtocolError
 from ..wire.calls import RowsOffer
 
-LEAST_BYTES: Final = 64 << 10
+MIN_BYTES: Final = 64 << 10
 """Minimum bytes of a row. Copying smaller rows into a message is faster than sharing them."""
-MOST_BYTES: Final = 512 << 20
+MAX_BYTES: Final = 512 << 20
 """Maximum bytes of all rows of a worker. The memory grows to the number of rows that were needed at
 the same time."""
 TOGETHER: Final = 16
@@ -49,7 +49,7 @@ class _Layout:
     def __init__(self, row_bytes: int) -> None:
         self.row_bytes = row_bytes
         self.piece_bytes = _pages(TOGETHER * row_bytes)
-        self.count = MOST_BYTES // self.piece_bytes * TOGETHER
+        self.count = MAX_BYTES // self.piece_bytes * TOGETHER
         self.begin = _pages(self.count)
         self.size = self.begin + self.count // TOGETHER * self.piece_bytes
 
@@ -147,7 +147,7 @@ class RowsReader:
     """
 
     def __init__(self, pid: int, offer: RowsOffer) -> None:
-        if not 0 < offer.row_bytes <= MOST_BYTES // TOGETHER or offer.row_bytes % 4:
+        if not 0 < offer.row_bytes <= MAX_BYTES // TOGETHER or offer.row_bytes % 4:
             raise OSError(f"{offer.row_bytes} bytes are no row")
         layout = self._layout = _Layout(offer.row_bytes)
         # The descriptor that a worker names may be a pipe: do not block on it.
@@ -229,7 +229,7 @@ def writer_for(row_bytes: int) -> RowsWriter | None:
     Returns:
         None if rows of this size are sent in messages, or if the system does not support sharing.
     """
-    if row_bytes < LEAST_BYTES or row_bytes > MOST_BYTES // TOGETHER or sys.platform != "linux":
+    if row_bytes < MIN_BYTES or row_bytes > MAX_BYTES // TOGETHER or sys.platform != "linux":
         return None
     try:
         return RowsWriter(row_bytes)

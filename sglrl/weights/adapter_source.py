@@ -95,7 +95,7 @@ class AdapterCargo(NamedTuple):
     size: int
 
 
-def load_cargo(
+def load_payload(
     given: GivenAdapter,
     config: AdapterConfig,
     info: EngineInfo,

@@ -46,7 +46,7 @@ RING: Final = 2
 """The number of buckets in memory: one is packed while the previous bucket is being sent."""
 
 
-class Cargo(msgspec.Struct):
+class Payload(msgspec.Struct):
     """The tensors that one update sends.
 
     Attributes:
@@ -139,23 +139,23 @@ class SendingEnd:
         on_gpu = device.type == "cuda"
         self._stream = torch.cuda.Stream(device, priority=-1) if on_gpu else None
         self._check_stream = torch.cuda.Stream(device) if on_gpu else None
-        self._cargo: Cargo | None = None
+        self._payload: Payload | None = None
 
     @property
     def settings(self) -> RankSettings:
         return settings(self.device, self.host, self._store.port)
 
-    def load(self, cargo: Cargo) -> None:
+    def load(self, payload: Payload) -> None:
         """Set the tensors that the next ``Stage`` sends."""
-        self._cargo = cargo
+        self._payload = payload
         # Plan now, while the workers prepare.
         link = self._link
-        link.submit(lambda: self._plan(link, cargo))
+        link.submit(lambda: self._plan(link, payload))
 
-    def unload(self, cargo: Cargo) -> None:
-        """Release the tensors at the end of their update. The cargo of another update stays."""
-        if self._cargo is cargo:
-            self._cargo = None
+    def unload(self, payload: Payload) -> None:
+        """Release the tensors at the end of their update. The payload of another update stays."""
+        if self._payload is payload:
+            self._payload = None
 
     def ask(self, message: ToRank) -> None:
         """Start the work that the message requests. The answer follows later."""
@@ -165,9 +165,9 @@ class SendingEnd:
                 link = self._link = self._new_link()
                 self._run(link, message.id, JOIN, lambda: self._join(link, message))
             case Stage():
-                # Read now: another cargo may be loaded before the thread runs the job.
-                link, cargo = self._link, self._cargo
-                self._run(link, message.id, STAGE, lambda: self._stage(link, message, cargo))
+                # Read now: another payload may be loaded before the thread runs the job.
+                link, payload = self._link, self._payload
+                self._run(link, message.id, STAGE, lambda: self._stage(link, message, payload))
             case Abort():
                 # Answer at once, even while the thread is in a collective.
                 if message.leave:
@@ -178,7 +178,7 @@ class SendingEnd:
         """Leave the group and free all memory, without waiting."""
         self._link.abandon()
         self._link.packing = None
-        self._cargo = None
+        self._payload = None
 
     def _new_link(self) -> Link:
         link = Link()
@@ -207,34 +207,34 @@ class SendingEnd:
             link.sender = SharedSender(store, prefix, join.readers, RING, join.timeout)
         link.check()
 
-    def _stage(self, link: Link, message: Stage, cargo: Cargo | None) -> SentStage:
-        if cargo is None:
+    def _stage(self, link: Link, message: Stage, payload: Payload | None) -> SentStage:
+        if payload is None:
             raise WeightUpdateError("the update was withdrawn")
-        if cargo.begun and cargo.is_gathered:
+        if payload.begun and payload.is_gathered:
             raise WeightUpdateError(
                 "a worker was lost while DTensors were being gathered, in which the trainer's "
                 "other ranks take part once (gather); update again on all of them"
             )
-        cargo.begun = True
-        packing = self._packing_for(link, cargo)
+        payload.begun = True
+        packing = self._packing_for(link, payload)
         with torch.no_grad(), self._on_stream(), _frequent_switches():
-            for event in cargo.ready:
+            for event in payload.ready:
                 if self._stream is None:
                     event.synchronize()
                 else:
                     self._stream.wait_event(event)
-            check = FiniteCheck() if cargo.check_finite else None
+            check = FiniteCheck() if payload.check_finite else None
             if check is not None:
-                self._begin_check(check, cargo, packing)
+                self._begin_check(check, payload, packing)
                 if message.mode == "bucketed":
                     # Workers write the sent values directly into live weights.
                     self._end_check(check)
-            sent = self._send(link, message.id, cargo, packing, check)
+            sent = self._send(link, message.id, payload, packing, check)
             if check is not None:
                 self._end_check(check)
             return sent
 
-    def _begin_check(self, check: FiniteCheck, cargo: Cargo, packing: _Packing) -> None:
+    def _begin_check(self, check: FiniteCheck, payload: Payload, packing: _Packing) -> None:
         """Start the check of all tensors, except tensors that are gathered.
 
         Gathered tensors are checked when they are packed. A GPU checks while it sends, because a
@@ -242,12 +242,12 @@ class SendingEnd:
         """
         tensors = [
             (name, tensor, dtype)
-            for (name, tensor), dtype in zip(cargo.tensors, packing.dtypes, strict=True)
+            for (name, tensor), dtype in zip(payload.tensors, packing.dtypes, strict=True)
             if not hasattr(tensor, "full_tensor")
         ]
         for device in {tensor.device for _, tensor, _ in tensors} - {self.device}:
             if device.type == "cuda":
-                for event in cargo.ready:
+                for event in payload.ready:
                     torch.cuda.current_stream(device).wait_event(event)
         if self._check_stream is not None and self._stream is not None:
             self._check_stream.wait_stream(self._stream)
@@ -260,26 +260,26 @@ class SendingEnd:
             self._stream.wait_stream(self._check_stream)
         check.finish()
 
-    def _plan(self, link: Link, cargo: Cargo) -> None:
+    def _plan(self, link: Link, payload: Payload) -> None:
         # The stage reports the error.
         with contextlib.suppress(SglrlError):
-            self._packing_for(link, cargo)
+            self._packing_for(link, payload)
 
-    def _packing_for(self, link: Link, cargo: Cargo) -> _Packing:
+    def _packing_for(self, link: Link, payload: Payload) -> _Packing:
         packing: _Packing | None = link.packing
         if (
             packing is None
-            or packing.bucket_bytes != cargo.bucket_bytes
-            or packing.specs != cargo.specs
+            or packing.bucket_bytes != payload.bucket_bytes
+            or packing.specs != payload.specs
         ):
-            packing = link.packing = _Packing(cargo.specs, cargo.bucket_bytes)
+            packing = link.packing = _Packing(payload.specs, payload.bucket_bytes)
         return packing
 
     def _send(
         self,
         link: Link,
         update: int,
-        cargo: Cargo,
+        payload: Payload,
         packing: _Packing,
         check: FiniteCheck | None,
     ) -> SentStage:
@@ -299,9 +299,9 @@ class SendingEnd:
                 in_pieces = group is not None and group.takes_pieces and packing.pieces[bucket]
                 pieces = None
                 if in_pieces and neighbour is None:
-                    pieces = self._as_they_are(cargo, packing, bucket)
+                    pieces = self._as_they_are(payload, packing, bucket)
                 if pieces is None:
-                    data = self._packed(cargo, packing, bucket, check)
+                    data = self._packed(payload, packing, bucket, check)
                     pieces = packing.views(bucket, data) if in_pieces else [data]
                 now = time.perf_counter()
                 gather += now - start
@@ -321,12 +321,12 @@ class SendingEnd:
         return SentStage(gather * 1e3, took * 1e3)
 
     def _as_they_are(
-        self, cargo: Cargo, packing: _Packing, bucket: int
+        self, payload: Payload, packing: _Packing, bucket: int
     ) -> list[torch.Tensor] | None:
         """Return the bucket's tensors if they can be sent without packing, else None."""
         found = []
         for index in packing.buckets[bucket]:
-            tensor = cargo.tensors[index][1]
+            tensor = payload.tensors[index][1]
             if tensor.device != self.device or tensor.dtype != packing.dtypes[index]:
                 return None
             if hasattr(tensor, "full_tensor") or not tensor.is_contiguous():
@@ -335,11 +335,13 @@ class SendingEnd:
         return found
 
     def _packed(
-        self, cargo: Cargo, packing: _Packing, bucket: int, check: FiniteCheck | None
+        self, payload: Payload, packing: _Packing, bucket: int, check: FiniteCheck | None
     ) -> torch.Tensor:
         data = packing.memory(bucket, self.device)
         views = packing.views(bucket, data)
-        given = [(cargo.tensors[index], packing.dtypes[index]) for index in packing.buckets[bucket]]
+        given = [
+            (payload.tensors[index], packing.dtypes[index]) for index in packing.buckets[bucket]
+        ]
         tensors = [whole(tensor) for (_, tensor), _ in given]
         if check is not None:
             check.add(

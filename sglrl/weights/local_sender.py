@@ -67,7 +67,7 @@ class LocalSender:
         host: str | None = None,
     ) -> UpdateReport:
         """Send ``weights`` to the workers. Their specs replace ``request.specs``."""
-        from .bucket_sender import Cargo
+        from .bucket_sender import Payload
         from .tensor_source import Manifest, take
         from .verification import check_ties
 
@@ -85,11 +85,13 @@ class LocalSender:
             end = await self._ending(device, host, tensors, deadline)
             request = request.with_specs(specs, total)
             assert request.bucket_bytes is not None
-            cargo = Cargo(tensors, given.ready, specs, request.bucket_bytes, request.check_finite)
+            payload = Payload(
+                tensors, given.ready, specs, request.bucket_bytes, request.check_finite
+            )
             try:
-                return await self._channel.update(request, end, lambda: end.load(cargo))
+                return await self._channel.update(request, end, lambda: end.load(payload))
             finally:
-                end.unload(cargo)
+                end.unload(payload)
 
     async def update_from_disk(self, path: Any, request: UpdateRequest) -> UpdateReport:
         """Update the workers from a folder. They read its safetensors files themselves."""

@@ -54,7 +54,7 @@ from .update_request import UpdateRequest
 logger = logging.getLogger("sglrl.weights")
 
 _report = msgspec.msgpack.Decoder(UpdateReport)
-LEAST_SILENCE = 5.0
+MIN_SILENCE = 5.0
 _OF_THE_CLIENT = {cls.__name__: cls for cls in (Closed, DeadlineExceeded, WorkerLost)}
 """Errors that the workers' client raises, and that no worker answers with."""
 
@@ -285,7 +285,7 @@ class Sender:
 
     async def _update(self, weights: Any, request: UpdateRequest) -> UpdateReport:
         """Run ``update`` with a request that was created at the time of the call."""
-        from .bucket_sender import Cargo
+        from .bucket_sender import Payload
         from .tensor_source import take
         from .verification import check_ties
 
@@ -305,12 +305,14 @@ class Sender:
             await check_ties(self._manifest, given, self._checksums, self._wanted, deadline)
             request = request.with_specs(specs, self._manifest.total)
             assert request.bucket_bytes is not None
-            cargo = Cargo(tensors, given.ready, specs, request.bucket_bytes, request.check_finite)
-            self._end.load(cargo)
+            payload = Payload(
+                tensors, given.ready, specs, request.bucket_bytes, request.check_finite
+            )
+            self._end.load(payload)
             try:
                 report = await self._proposed_and_ended(request)
             finally:
-                self._end.unload(cargo)
+                self._end.unload(payload)
             self._version = report.version
             return report
 
@@ -326,10 +328,10 @@ class Sender:
         question = self._question = asyncio.get_running_loop().create_future()
         self._send(AskChecksums(self._next_id, names, seconds))
         try:
-            async with asyncio.timeout(seconds + LEAST_SILENCE):
+            async with asyncio.timeout(seconds + MIN_SILENCE):
                 found = await question
         except TimeoutError:
-            self._lose(f"no answer from the client for {seconds + LEAST_SILENCE:g} s")
+            self._lose(f"no answer from the client for {seconds + MIN_SILENCE:g} s")
             raise WeightUpdateError(self._lost) from None
         finally:
             self._question = None
@@ -347,7 +349,7 @@ class Sender:
         future: asyncio.Future[UpdateReport] = asyncio.get_running_loop().create_future()
         self._proposal = (id_, future)
         cancelled: asyncio.CancelledError | None = None
-        silence = max(request.timeout, LEAST_SILENCE)
+        silence = max(request.timeout, MIN_SILENCE)
         try:
             self._send(
                 Propose(

@@ -36,7 +36,7 @@ from .sender_group import SenderGroup
 from .update_report import UpdateReport
 from .update_request import UpdateRequest
 
-_MOST_SENDERS = 16
+_MAX_SENDERS = 16
 """The maximum number of senders in other processes.
 
 A sender stays admitted until it reports ``SenderClosed``. A crashed sender never reports it.
@@ -266,7 +266,7 @@ class RemoteSenders:
 
     def _admit(self, identity: bytes, settings: RankSettings) -> bool:
         """Admit a sender. Return False if there are too many busy senders."""
-        if len(self._admitted) >= _MOST_SENDERS:
+        if len(self._admitted) >= _MAX_SENDERS:
             others = (
                 sender
                 for sender in self._admitted.values()

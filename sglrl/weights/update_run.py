@@ -59,7 +59,7 @@ from .update_request import Source, UpdateRequest
 logger = logging.getLogger("sglrl.weights")
 
 ABORT_SECONDS = 5.0
-LEAST_COMMIT_SECONDS = 1.0
+MIN_COMMIT_SECONDS = 1.0
 """The minimum timeout of the commit, even if the update's timeout is shorter.
 
 A late rank in another phase makes the run give up the update. A late rank in the commit is
@@ -114,7 +114,7 @@ class UpdateRun:
             sender=source is not None,
             limits=Limits(
                 request.timeout,
-                max(request.timeout, LEAST_COMMIT_SECONDS),
+                max(request.timeout, MIN_COMMIT_SECONDS),
                 ABORT_SECONDS,
                 prepare=request.drain_timeout if request.inflight == "drain" else None,
             ),

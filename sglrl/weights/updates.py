@@ -28,7 +28,7 @@ from .versions import UNKNOWN, Versions
 
 logger = logging.getLogger("sglrl.weights")
 
-_MOST_ATTEMPTS: Final = 3
+_MAX_ATTEMPTS: Final = 3
 """Number of times that an update may lose all workers before it is given up."""
 
 
@@ -117,7 +117,7 @@ class Updates:
                 try:
                     report = await self._update(request, source, load, deadline, report)
                 except WorkerLost:
-                    if attempts == _MOST_ATTEMPTS:
+                    if attempts == _MAX_ATTEMPTS:
                         raise
                     attempts += 1
                 else:

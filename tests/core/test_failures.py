@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglrl.core.failures import LEAST_ATTEMPTS, MOST_MESSAGES, Failures
+from sglrl.core.failures import MAX_MESSAGES, MIN_ATTEMPTS, Failures
 
 
 @given(
@@ -34,7 +34,7 @@ def test_the_window_follows_the_concurrency() -> None:
         assert failures.attempt(False, 100) is None
     for _ in range(32):
         assert failures.attempt(True, 100) is None
-    assert failures.attempt(True, 1) == 33 / LEAST_ATTEMPTS
+    assert failures.attempt(True, 1) == 33 / MIN_ATTEMPTS
     assert failures.attempt(True, 100) is None, "the window is not full"
 
 
@@ -54,7 +54,7 @@ def test_messages_that_differ_every_time_are_one_kind_in_the_end() -> None:
         failures.count("ValueError", "a.py:3", f"bad answer {i}").is_due() for i in range(2400)
     )
     # The first messages are logged, then number 1, 10, 100 and 1000 of all others.
-    assert lines == MOST_MESSAGES + 4
+    assert lines == MAX_MESSAGES + 4
     assert sum(kind.count for kind in failures.kinds.values()) == 2400
     assert failures.count("ValueError", "b.py:1", "bad answer 7").count == 1, "of another place"
     assert failures.count("ValueError", "a.py:3", "bad answer 7").count == 2

@@ -17,7 +17,7 @@ from sglrl.core.rollout_group import (
     DROPPED,
     FILTERED,
     LOST,
-    MOST_LOSSES,
+    MAX_LOSSES,
     MOST_STALE,
     POSTPONED,
     READY,
@@ -297,7 +297,7 @@ class PlanMachine(RuleBasedStateMachine):
     def what_runs_a_sample_is_lost(self, data: st.DataObject) -> None:
         sample = self.running[data.draw(st.integers(0, len(self.running) - 1))]
         losses, tries = self.losses[self.name(sample)], sample.tries
-        may = losses < MOST_LOSSES and sample.group.state is RUNNING
+        may = losses < MAX_LOSSES and sample.group.state is RUNNING
         assert self.plan.interrupted(sample) == may
         if may:
             self.losses[self.name(sample)] = losses + 1

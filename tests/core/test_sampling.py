@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sglrl.errors import InvalidRequest
 from sglrl.inference.sampling import ALIASES, SamplingOptions, SamplingParams, SentSampling
 from sglrl.inference.sampling_cache import Prepared, SamplingCache
-from sglrl.inference.sampling_fields import MOST_BIAS, TOP_K_ALL
+from sglrl.inference.sampling_fields import MAX_BIAS, TOP_K_ALL
 
 NAN, INF = math.nan, math.inf
 
@@ -367,7 +367,7 @@ def test_what_can_change_is_read_by_each_call() -> None:
 
 def test_a_bias_against_a_token_may_be_of_any_size() -> None:
     wire = SamplingParams(logit_bias={1: -1e39, 2: -math.inf}).to_wire(5, None)
-    assert wire["logit_bias"] == {1: -MOST_BIAS, 2: -MOST_BIAS}
+    assert wire["logit_bias"] == {1: -MAX_BIAS, 2: -MAX_BIAS}
 
 
 def test_token_ids_among_stop_strings() -> None:

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglrl.core.seeds import MOST_SEED, SEEDS, derived_seed, process_seed
+from sglrl.core.seeds import MAX_SEED, SEEDS, derived_seed, process_seed
 
 
 @pytest.mark.parametrize("seed", [0, 1, (1 << 31) - 1, 1 << 31, SEEDS - 1])
@@ -32,10 +32,10 @@ PARTS = st.integers(0, 1 << 40) | st.text(max_size=8)
 PATHS = st.lists(PARTS, max_size=6).map(tuple)
 
 
-@given(st.integers(0, MOST_SEED), st.lists(PATHS, unique=True, max_size=50))
+@given(st.integers(0, MAX_SEED), st.lists(PATHS, unique=True, max_size=50))
 def test_requests_with_one_seed_have_different_seeds(seed: int, paths: list[Any]) -> None:
     seeds = [derived_seed(seed, *path) for path in paths]
-    assert all(0 <= one <= MOST_SEED for one in seeds)
+    assert all(0 <= one <= MAX_SEED for one in seeds)
     first = [path for path in paths if not any(path)]
     assert all(derived_seed(seed, *path) == seed for path in first)
     assert len(set(seeds)) == len(paths) - max(0, len(first) - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglrl.core.supervision import FIRST_DELAY, MOST_DELAY, Supervision
+from sglrl.core.supervision import FIRST_DELAY, MAX_DELAY, Supervision
 
 
 def test_a_worker_that_served_is_replaced_at_once() -> None:
@@ -25,7 +25,7 @@ def test_failed_starts_are_retried_at_growing_intervals() -> None:
     supervision = Supervision(100, 1e9)
     delays = [supervision.lost("out of memory", float(t), served=False) for t in range(12)]
     assert delays[:5] == [0.0, FIRST_DELAY, 2 * FIRST_DELAY, 4 * FIRST_DELAY, 8 * FIRST_DELAY]
-    assert delays[-1] == MOST_DELAY
+    assert delays[-1] == MAX_DELAY
     assert supervision.lost("killed", 99.0, served=True) == 0.0
     assert supervision.lost("killed", 99.5, served=False) == 0.0, "once is no pattern"
 
@@ -83,5 +83,5 @@ def test_against_a_model(restarts: int, period: int, losses: list[tuple[int, boo
             assert delay is None
             continue
         granted.append(now)
-        wanted = 0.0 if failures < 2 else min(MOST_DELAY, FIRST_DELAY * 2 ** (failures - 2))
+        wanted = 0.0 if failures < 2 else min(MAX_DELAY, FIRST_DELAY * 2 ** (failures - 2))
         assert delay == wanted

@@ -21,7 +21,7 @@ from sglrl.errors import (
 )
 from sglrl.weights.deadline import Deadline
 from sglrl.weights.update_request import UpdateRequest
-from sglrl.weights.update_run import LEAST_COMMIT_SECONDS
+from sglrl.weights.update_run import MIN_COMMIT_SECONDS
 from sglrl.wire.calls import ErrorBody
 from sglrl.wire.codec import encode
 from sglrl.wire.weights import (
@@ -111,7 +111,7 @@ async def test_a_short_time_out_ends_nobody_who_commits(pool: Pool) -> None:
     run = pool.channel._updates.run
     assert run is not None
     # The timeout has passed.
-    run.machine.tick(begun + 0.9 * LEAST_COMMIT_SECONDS)
+    run.machine.tick(begun + 0.9 * MIN_COMMIT_SECONDS)
     assert not run.machine.outbox
     for who, message in enumerate(commits):
         pool.say(who, answer(message))

@@ -238,7 +238,7 @@ async def test_a_worker_that_stops_is_killed_when_the_pool_ends(
     assert wait_for_end(pids, 0.0) == []
 
 
-@pytest.mark.parametrize("bound", ["MOST_UNREAD_ITEMS", "MOST_UNREAD_BYTES"])
+@pytest.mark.parametrize("bound", ["MAX_UNREAD_ITEMS", "MAX_UNREAD_BYTES"])
 async def test_a_stream_that_is_not_read_is_stopped(
     monkeypatch: pytest.MonkeyPatch, bound: str
 ) -> None:

@@ -22,7 +22,7 @@ from sglrl_workers.engine.sglang import draining
 from sglrl_workers.engine.sglang.commands import PauseCommand, SleepCommand, WeightCommand
 
 KINDS = ["continue", "retract", "abort", "drain"]
-MOST_TURNS = 200
+MAX_TURNS = 200
 
 
 class Request(NamedTuple):
@@ -175,7 +175,7 @@ class Orders(RuleBasedStateMachine):
         """Everything ends once the engine is awake and not paused."""
         self.sleep("retract", ())
         self.pause("")
-        for _ in range(MOST_TURNS):
+        for _ in range(MAX_TURNS):
             self.turn()
         assert sorted(self.finished) == sorted(self.sent)
         assert sorted(self.answers) == self.calls

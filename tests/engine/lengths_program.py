@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from types import SimpleNamespace
 
-from sglrl_workers.engine.sglang.scheduler import SglrlScheduler, most_tokens
+from sglrl_workers.engine.sglang.scheduler import SglrlScheduler, max_tokens
 
 from .programs import make_scheduler
 
@@ -41,7 +41,7 @@ def wrong(scheduler: SglrlScheduler) -> Iterator[tuple[str, int, int, int]]:
         scheduler.page_size = page
         # SGLang 0.5.18 and later read the page size from the allocator.
         scheduler.token_to_kv_pool_allocator.page_size = page
-        most = most_tokens(context, cache, page)
+        most = max_tokens(context, cache, page)
         if not all(is_made(scheduler, p, most - p) for p in range(1, most)):
             yield "too many", context, cache, page
         if all(is_made(scheduler, p, most + 1 - p) for p in range(1, most + 1)):

@@ -29,7 +29,7 @@ class Box:
         self.errors.append(error)
 
 
-tracked_request.MOST_MASK_IDS = 10  # type: ignore[misc]
+tracked_request.MAX_MASK_IDS = 10  # type: ignore[misc]
 box = Box()
 adapter = Adapter(box)  # type: ignore[arg-type]
 ids = np.arange(6, dtype="<i4")

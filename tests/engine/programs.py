@@ -17,7 +17,7 @@ from sglrl.actors.actor import constructor_arguments
 from sglrl.actors.class_pickling import importable_as
 from sglrl.actors.spawning import ActorHandle
 from sglrl.config import FabricConfig, PoolConfig
-from sglrl.driver.launcher import Birth, LocalLauncher
+from sglrl.driver.launcher import LaunchSpec, LocalLauncher
 from sglrl.driver.pool import Pool
 from sglrl.wire.processes import ActorSpec, EngineSpec
 
@@ -49,7 +49,7 @@ async def _run(name: str, arguments: list[str]) -> str:
     body, _ = constructor_arguments(Program).encode((), {})
     spec = ActorSpec(target=importable_as(Program), code=b"", args=body, frames=[], window=1)
     pool = Pool(
-        [Birth(bodies=[spec], env={})],
+        [LaunchSpec(bodies=[spec], env={})],
         more=lambda n, present: [],
         name=name,
         launcher=LocalLauncher("sglang", None, 300.0),

@@ -26,11 +26,11 @@ FAULTS = {
     "resets the connection": 1,
 }
 """What happens to a request, and how often."""
-MOST_FAULTS = 3
+MAX_FAULTS = 3
 """Of one request. Then it is sent without a fault."""
 MEAN_PATIENCE = 0.2
 """Seconds after which a client gives up, on average."""
-MOST_LINES = 40
+MAX_LINES = 40
 """Of a stream that a client leaves."""
 _TLS = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
 """For all clients. It is not used, but making one for each client takes long."""
@@ -100,9 +100,9 @@ class Agent:
         body = json.dumps(content).encode()
         self._counts[name] += 1
         seen, faults = "", []
-        for attempt in range(MOST_FAULTS + 1):
+        for attempt in range(MAX_FAULTS + 1):
             (fault,) = self._chance.choices(list(FAULTS), list(FAULTS.values()))
-            if attempt == MOST_FAULTS or (fault == "leaves a stream" and not ask.stream):
+            if attempt == MAX_FAULTS or (fault == "leaves a stream" and not ask.stream):
                 fault = "none"
             self._headers["x-stainless-retry-count"] = str(attempt)
             reading = Reading(dialect) if ask.stream else None
@@ -129,7 +129,7 @@ class Agent:
         async with asyncio.timeout(patience):
             if reading is None:
                 return await self._whole(dialect, body)
-            most = self._chance.randrange(MOST_LINES) if fault == "leaves a stream" else None
+            most = self._chance.randrange(MAX_LINES) if fault == "leaves a stream" else None
             return await self._stream(dialect, body, reading, most)
 
     async def _whole(self, dialect: Dialect, body: bytes) -> Answer:

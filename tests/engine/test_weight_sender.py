@@ -194,7 +194,7 @@ async def test_a_sender_does_not_wait_in_vain(
     # This driver is alive but processes no messages.
     sender = await Sender.connect(lab.client.weights_address)
     monkeypatch.setattr(lab.client.pool.weights, "on_peer", lambda identity, frames: True)
-    monkeypatch.setattr(remote_sender, "LEAST_SILENCE", 0.1)
+    monkeypatch.setattr(remote_sender, "MIN_SILENCE", 0.1)
     with pytest.raises(sglrl.WeightUpdateError, match=r"no message .* for 0\.2 s; connect again"):
         await sender.update(weights, timeout=0.2)
     monkeypatch.undo()

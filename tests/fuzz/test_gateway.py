@@ -23,7 +23,7 @@ from .mutator import SEED
 from .watched_gateway import (
     ASK,
     BODY_SECONDS,
-    MOST_BYTES,
+    MAX_BYTES,
     REQUESTS,
     Connection,
     State,
@@ -320,7 +320,7 @@ def _small_chunks(chance: Random) -> bytes:
 
 
 def _large_body(chance: Random) -> bytes:
-    size = MOST_BYTES + chance.randint(1, MOST_BYTES)
+    size = MAX_BYTES + chance.randint(1, MAX_BYTES)
     if chance.random() < 0.5:
         return CHUNKED + b"%x\r\n" % size + b"x" * size + b"\r\n0\r\n\r\n"
     return START + b"Content-Length: %d\r\n\r\n" % size + b"x" * size

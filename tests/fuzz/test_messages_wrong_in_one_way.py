@@ -14,7 +14,7 @@ from sglrl.client.client import Client
 from sglrl.core.driver_listener import DriverListener
 from sglrl.driver.driver import Driver
 from sglrl.errors import ProtocolError
-from sglrl.transport.base import MOST_UNREAD
+from sglrl.transport.base import MAX_UNREAD
 from sglrl.transport.memory import MemoryDealer, MemoryRouter
 from sglrl.wire.calls import PROTOCOL_VERSION, Item, ItemKind, Ready, Results, Starting
 from sglrl.wire.codec import encode, split_frames
@@ -199,7 +199,7 @@ async def test_a_window_is_what_may_wait_unread_at_most() -> None:
     driver, dealer, member = driver_and_worker()
     dealer.send([encode(Ready(PROTOCOL_VERSION, 1, (1 << 64) - 1, []))])
     await driver.change()
-    assert member.window == MOST_UNREAD // 2
+    assert member.window == MAX_UNREAD // 2
 
 
 def test_splitting() -> None:

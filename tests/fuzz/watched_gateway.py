@@ -31,7 +31,7 @@ from sglrl.gateway.settings import Settings
 REQUESTS = int(os.environ.get("SGLRL_FUZZ_REQUESTS", "4000"))
 ASK = {"model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
 CONTEXT = 256
-MOST_BYTES = 100_000
+MAX_BYTES = 100_000
 BODY_SECONDS = 0.5
 _POOLS = ("sglrl text", "sglrl trainer")
 _SECONDS = 300.0
@@ -306,7 +306,7 @@ class Connection:
 @asynccontextmanager
 async def watched_gateway(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
     monkeypatch.setattr(process, "GatewayProcess", WatchedProcess)
-    settings = Settings(names=("tiny",), max_body_bytes=MOST_BYTES, body_seconds=BODY_SECONDS)
+    settings = Settings(names=("tiny",), max_body_bytes=MAX_BYTES, body_seconds=BODY_SECONDS)
     async with (
         sglrl.launch("tiny", engine="fake", context_length=CONTEXT) as client,
         Gateway(client, settings, 1) as gateway,

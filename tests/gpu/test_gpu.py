@@ -22,7 +22,7 @@ from engine.test_sampling import chi_square
 from safetensors.torch import load_file, save_file
 
 import sglrl
-from sglrl.transport.shared_rows import MOST_BYTES
+from sglrl.transport.shared_rows import MAX_BYTES
 
 from .conftest import ARGUMENTS, TOLERANCE, make_gpu_model
 
@@ -120,7 +120,7 @@ async def test_rows_of_a_large_vocabulary(tmp_path: Path) -> None:
     async with sglrl.launch(folder, device="cuda", **ARGUMENTS) as client:
         (reader,) = client.requests.driver._frames.readers.values()
         held = []
-        while len(held) < MOST_BYTES // (4 * 150_000) + 100:
+        while len(held) < MAX_BYTES // (4 * 150_000) + 100:
             given_up = [asyncio.ensure_future(client.next_token_logprobs(p)) for p in prompts]
             await asyncio.sleep(0)
             for call in given_up:

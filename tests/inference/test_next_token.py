@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import sglrl
-from sglrl.transport.shared_rows import MOST_BYTES, RowsReader
+from sglrl.transport.shared_rows import MAX_BYTES, RowsReader
 
 VOCAB = 50_000
 FALLING = -np.arange(VOCAB, dtype=np.float64) - np.log(1 / (1 - np.exp(-1.0)))
@@ -80,7 +80,7 @@ def readers(client: sglrl.Client) -> list[RowsReader]:
 async def test_rows_lie_in_memory_that_is_shared_while_there_is_room() -> None:
     """More rows are held at once than fit into the shared memory: the rest come in messages."""
     vocab = 1 << 18
-    room = MOST_BYTES // (4 * vocab)
+    room = MAX_BYTES // (4 * vocab)
     falling = -np.arange(vocab, dtype=np.float64) - np.log(1 / (1 - np.exp(-1.0)))
     async with sglrl.launch(
         "fake", engine="fake", vocab_size=vocab, context_length=64, replicas=1

@@ -12,9 +12,9 @@ from random import Random
 import pytest
 import zmq
 
-from sglrl.transport.base import MOST_UNREAD, DriverKeys
+from sglrl.transport.base import MAX_UNREAD, DriverKeys
 from sglrl.transport.zmq import ZmqDealer, ZmqRouter, key_pair
-from sglrl.transport.zmq.router import _MOST_UNTAKEN
+from sglrl.transport.zmq.router import _MAX_UNTAKEN
 
 from .links import Inbox
 from .test_zmq import watching
@@ -58,8 +58,8 @@ async def test_a_peer_that_never_reads(router: ZmqRouter, deaf: zmq.Socket[bytes
         sent = 0
         while router.send(b"deaf", [b"x" * 100]):
             sent += 1
-            assert sent < 4 * MOST_UNREAD
-        assert sent >= MOST_UNREAD
+            assert sent < 4 * MAX_UNREAD
+        assert sent >= MAX_UNREAD
         for n in range(100):
             assert not router.send(b"deaf", [b"x"])
             assert router.send(b"good", [b"%d" % n])
@@ -68,7 +68,7 @@ async def test_a_peer_that_never_reads(router: ZmqRouter, deaf: zmq.Socket[bytes
 
 async def test_a_peer_that_floods_the_driver_waits(router: ZmqRouter) -> None:
     """While the driver is busy, the flood stays at its sender, and no message is lost."""
-    total = 10 * _MOST_UNTAKEN
+    total = 10 * _MAX_UNTAKEN
     inbox = Inbox()
     with dealer(router, b"loud") as loud, dealer(router, b"good") as good:
         for n in range(total):

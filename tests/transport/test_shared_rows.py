@@ -32,7 +32,7 @@ ROW_BYTES = 4 * WIDTH
 @pytest.fixture(autouse=True)
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limit the shared memory to two pieces."""
-    monkeypatch.setattr(shared_rows, "MOST_BYTES", 40 * ROW_BYTES)
+    monkeypatch.setattr(shared_rows, "MAX_BYTES", 40 * ROW_BYTES)
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_what_is_held_outlives_the_worker() -> None:
     program = f"""
 import sys
 from sglrl.transport import shared_rows
-shared_rows.MOST_BYTES = {shared_rows.MOST_BYTES}
+shared_rows.MAX_BYTES = {shared_rows.MAX_BYTES}
 writer = shared_rows.RowsWriter({ROW_BYTES})
 for slot in writer.take(2):
     writer[slot].fill(slot + 7)

@@ -96,7 +96,7 @@ class FakeEngine:
         self.tokens_per_step = int(options.get("tokens_per_step", 1 << 30))
         self.step_seconds = float(options.get("step_seconds", 0.0))
         self.request_seconds = float(options.get("request_seconds", 0.0))
-        self.most_running = int(options.get("max_running_requests", 1 << 30))
+        self.max_running = int(options.get("max_running_requests", 1 << 30))
         self.vocab_size = int(options.get("vocab_size", 1 << 17))
         self.context_length = int(options.get("context_length", 32_768))
         self.hidden_size = int(options.get("hidden_size", 0))
@@ -340,14 +340,14 @@ class FakeEngine:
             answer()
 
     def step(self) -> None:
-        running = min(len(self.requests), self.most_running)
+        running = min(len(self.requests), self.max_running)
         self.request_steps += running
         if seconds := self.step_seconds + running * self.request_seconds:
             time.sleep(seconds)
         if self.hang_file is not None:
             self._hang_if_told(self.hang_file)
         finished, now = [], time.monotonic()
-        for id_, request in islice(self.requests.items(), self.most_running):
+        for id_, request in islice(self.requests.items(), self.max_running):
             new = min(self.tokens_per_step, request.limit - request.done)
             request.done += new
             self.generated += new
@@ -419,7 +419,7 @@ class FakeEngine:
     def stats(self) -> EngineStats:
         now = time.monotonic()
         held = sum(r.done for r in self.requests.values()) if len(self.requests) < 64 else 0
-        running = min(len(self.requests), self.most_running)
+        running = min(len(self.requests), self.max_running)
         return EngineStats(
             running=running,
             waiting=len(self.requests) - running,

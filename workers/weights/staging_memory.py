@@ -16,9 +16,9 @@ RING_BYTES = 6 << 30
 """Bytes of the ring of a bucketed update, which has no memory for a second copy of all weights.
 
 The ring holds the buckets that arrive before the engine is held. With little free memory the ring
-is smaller, but has at least ``LEAST_RING`` slots.
+is smaller, but has at least ``MIN_RING`` slots.
 """
-LEAST_RING = 2
+MIN_RING = 2
 
 
 class StagingMemory:
@@ -63,7 +63,7 @@ def ring_sizes(layout: Layout, room: int) -> list[int]:
     slot = layout.ring_slot
     large = max((size for size in layout.sizes if size > slot), default=0)
     wanted = -(-RING_BYTES // slot)
-    ring = max(LEAST_RING, min(wanted, len(layout.sizes), (room - large) // slot))
+    ring = max(MIN_RING, min(wanted, len(layout.sizes), (room - large) // slot))
     return [slot] * ring + ([large] if large else [])
 
 

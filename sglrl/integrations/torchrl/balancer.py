@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from ...core.seeds import MOST_SEED, derived_seed
+from ...core.seeds import MAX_SEED, derived_seed
 from ...errors import InvalidRequest, UsageError
 from ...inference.number_checks import check_integer
 from ...inference.sampling import SamplingParams, own_names
@@ -185,7 +185,7 @@ def _with_seed(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
     if seed is None and isinstance(sampling, SamplingParams):
         seed = sampling.seed
     if number and seed is not None:
-        check_integer("seed", seed, 0, MOST_SEED)
+        check_integer("seed", seed, 0, MAX_SEED)
         values["seed"] = derived_seed(seed, "prompt", number)
     return values
 

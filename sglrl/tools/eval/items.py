@@ -16,7 +16,7 @@ PROMPTS: Final = ("prompt", "messages", "input_ids")
 """The fields of an item that can hold its prompt."""
 WRITTEN: Final = ("line", "samples")
 """The fields that the output has in addition to those of the input."""
-_MOST_TOKENS: Final = 1 << 31
+_MAX_TOKENS: Final = 1 << 31
 """The vocabulary is not known before the engines start. This is the limit of an int32."""
 
 
@@ -89,5 +89,5 @@ def _check(fields: dict[str, Any]) -> str:
     elif not isinstance(value, list):
         raise InvalidRequest(f"input_ids must be a list of token ids, got {value!r:.200}")
     else:
-        check_ids(value, _MOST_TOKENS)
+        check_ids(value, _MAX_TOKENS)
     return kind

@@ -11,14 +11,14 @@ import zmq
 from ...errors import Closed, UsageError
 from ...wire.processes import ClientKeys
 from ..addresses import check_address, is_loopback, reachable
-from ..base import MOST_UNREAD, DriverKeys, Frame, OnBreak, OnDriverMessage, OnPause
+from ..base import MAX_UNREAD, DriverKeys, Frame, OnBreak, OnDriverMessage, OnPause
 from .handshakes import DOMAIN, Authenticator, ConnectionMonitor
 from .pump import Pump, close_with
 from .sockets import key_pair, open_socket, public_key, send_frames
 
 logger = logging.getLogger("sglrl.transport")
 
-_MOST_UNTAKEN: Final = 1 << 14
+_MAX_UNTAKEN: Final = 1 << 14
 """Maximum number of messages of one peer that wait at the driver. Further messages wait at the
 peer, and are lost if the peer exits. While they wait there, ZeroMQ does not read heartbeats either:
 a driver that is busy for longer than ``heartbeat_timeout`` must not reach this number."""
@@ -71,8 +71,8 @@ class ZmqRouter(Pump):
         )
         self.socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket.setsockopt(zmq.ROUTER_HANDOVER, handover)
-        self.socket.setsockopt(zmq.SNDHWM, MOST_UNREAD)
-        self.socket.setsockopt(zmq.RCVHWM, _MOST_UNTAKEN)
+        self.socket.setsockopt(zmq.SNDHWM, MAX_UNREAD)
+        self.socket.setsockopt(zmq.RCVHWM, _MAX_UNTAKEN)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         # With a domain, libzmq refuses ZMTP 1 and 2. With these versions, any connection that sends
         # a few bytes becomes a peer; if this happens while the socket closes, this process ends

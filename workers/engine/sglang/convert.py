@@ -28,7 +28,7 @@ from .tracked_request import Versions
 
 _sampling = msgspec.msgpack.Decoder(SentSampling)
 _SAMPLINGS = 256
-_MOST_BYTES = 4
+_MAX_BYTES = 4
 """Maximum bytes of a character in UTF-8."""
 _XGRAMMAR_PLACE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ")
 """The time and the line of C++ that xgrammar writes before its errors."""
@@ -197,7 +197,7 @@ def sampling_params(
         # tokens that the tokenizer makes of the text, and one for each character of a regular
         # expression. But a model may write the same text with one token for each byte.
         params.stop_str_max_len = max((len(text.encode()) for text in s.stop_strings), default=0)
-        params.stop_regex_max_len *= _MOST_BYTES
+        params.stop_regex_max_len *= _MAX_BYTES
     except (ValueError, re.error, OverflowError, RecursionError) as error:
         raise InvalidRequest(str(error)) from None
     return params

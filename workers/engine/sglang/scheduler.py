@@ -59,7 +59,7 @@ _LONGEST_STEP = 0.1
 """Seconds. Upper limit for a measured step: a longer time between launches was idle time."""
 
 
-def most_tokens(max_req_len: int, kv_cache_tokens: int, page_size: int) -> int:
+def max_tokens(max_req_len: int, kv_cache_tokens: int, page_size: int) -> int:
     """Return the maximum number of tokens of a prompt and its output together.
 
     SGLang generates up to this length whatever the prompt's share is
@@ -141,7 +141,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         super().__init__(*args)
         # SGLang's own limit is five tokens less than it can generate after a shorter prompt, so
         # outputs of full length could not be scored. It also ignores the number of pages.
-        self.max_req_input_len = 1 + most_tokens(
+        self.max_req_input_len = 1 + max_tokens(
             self.max_req_len, self.max_total_num_tokens, self.page_size
         )
 

@@ -10,10 +10,10 @@ from numpy.typing import NDArray
 from .routed_rows import RoutedRows
 
 _NOTHING: Final = np.zeros(0, "<i4")
-MOST_MASK_IDS: Final = 1 << 24
+MAX_MASK_IDS: Final = 1 << 24
 """Maximum size of the sampling masks of one call (64 MiB): for 4,096 tokens, 4,096 ids each."""
 MASKS_TOO_LARGE: Final = (
-    f"the sampling masks of the first {{}} tokens have more than {MOST_MASK_IDS:,} token ids: use "
+    f"the sampling masks of the first {{}} tokens have more than {MAX_MASK_IDS:,} token ids: use "
     "top_k, or a smaller top_p or temperature"
 )
 Versions = tuple[int, int]
@@ -111,7 +111,7 @@ class TrackedRequest:
             return False
         self.masks[at] = ids
         self.mask_ids += len(ids)
-        return self.mask_ids > MOST_MASK_IDS
+        return self.mask_ids > MAX_MASK_IDS
 
     def take_masks(self, count: int) -> list[NDArray[np.int32]] | None:
         """Return the masks of the next ``count`` tokens. Call before ``take``."""

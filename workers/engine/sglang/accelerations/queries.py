@@ -135,7 +135,7 @@ class Queries:
 
     def _steps(self, requests: list[Any], others: list[Any]) -> list[list[Known]]:
         """Group the queries into steps. Append to ``others`` the requests that SGLang must run."""
-        few = most = short_prefill.most_rows(self._runner)
+        few = most = short_prefill.max_rows(self._runner)
         at_once = _AT_ONCE
         if self._runner.decode_cuda_graph_runner is None:
             at_once = _AT_ONCE_WITHOUT_GRAPHS

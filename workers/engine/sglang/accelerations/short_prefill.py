@@ -50,7 +50,7 @@ def _wrap(scheduler: Any) -> bool:
     forward = runner.forward
 
     def run(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if not is_short(batch, most_rows(runner)):
+        if not is_short(batch, max_rows(runner)):
             return forward(batch, *args, **kwargs)
         rows, last = as_rows(batch)
         output = forward(rows, *args, **kwargs)
@@ -80,7 +80,7 @@ def plain(runner: Any) -> bool:
     )
 
 
-def most_rows(runner: Any) -> int:
+def max_rows(runner: Any) -> int:
     """Return the maximum rows of a step for which the conversion is worthwhile."""
     graphs = runner.decode_cuda_graph_runner
     if graphs is not None:
