@@ -235,7 +235,7 @@ class Turns:
         self._count = 0
         self._asked = False
 
-    def look(self) -> Heartbeat:
+    def next_heartbeat(self) -> Heartbeat:
         """Return a heartbeat, and request a turn for the next one. Any thread may call this."""
         heartbeat = Heartbeat(self._count)
         if not self._asked:
@@ -297,7 +297,7 @@ async def _main(spec: WorkerSpec, body: ActorSpec) -> None:
         cls = load_class(body)
         arguments = constructor_arguments(cls).decode(body.args, body.frames)
         actor = cls(**arguments)
-        start_heartbeats(spec, Turns().look)
+        start_heartbeats(spec, Turns().next_heartbeat)
         if "open" not in endpoints_of(cls):
             await actor.open()
         connection.host = host = Host(

@@ -15,22 +15,24 @@ from sglrl.wire.codec import encode
 from sglrl.wire.processes import WorkerSpec
 
 
-def start_heartbeats(spec: WorkerSpec, look: Callable[[], Heartbeat]) -> None:
+def start_heartbeats(spec: WorkerSpec, next_heartbeat: Callable[[], Heartbeat]) -> None:
     """Send heartbeats until the process ends.
 
     Args:
-        look: returns the next heartbeat. It runs on the heartbeat's thread and must not block.
+        next_heartbeat: runs on the heartbeat's thread, and must not block.
     """
     if spec.heartbeat_interval is not None:
         threading.Thread(
             target=_send_heartbeats,
-            args=(spec, spec.heartbeat_interval, look),
+            args=(spec, spec.heartbeat_interval, next_heartbeat),
             name="sglrl-heartbeat",
             daemon=True,
         ).start()
 
 
-def _send_heartbeats(spec: WorkerSpec, interval: float, look: Callable[[], Heartbeat]) -> None:
+def _send_heartbeats(
+    spec: WorkerSpec, interval: float, next_heartbeat: Callable[[], Heartbeat]
+) -> None:
     dealer = ZmqPolledDealer(
         spec.address,
         heartbeat_identity(spec.identity),
@@ -39,5 +41,5 @@ def _send_heartbeats(spec: WorkerSpec, interval: float, look: Callable[[], Heart
         heartbeat_timeout=spec.heartbeat_timeout,
     )
     while True:
-        dealer.send([encode(look())])
+        dealer.send([encode(next_heartbeat())])
         time.sleep(interval)

@@ -18,7 +18,7 @@ _FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
 """One of these is in the cache if the model or the tokenizer is."""
 
 
-async def look_up(model: str) -> None:
+async def check_on_hub(model: str) -> None:
     """Check that the hub has a model or a tokenizer, unless the hub's library has it in its cache.
 
     Without this, each worker would make several attempts, and then fail with the same error.

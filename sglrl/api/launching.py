@@ -47,7 +47,7 @@ from .engine_arguments import (
     set_deterministic,
     take_logit_processors,
 )
-from .hub import look_up
+from .hub import check_on_hub
 from .interpreter import examine, find_python
 from .lora_arguments import take_adapters
 from .model_folder import check_model, own_dtype, own_model
@@ -366,7 +366,7 @@ def launch(
 
 async def _prepare(on_hub: Sequence[str], client: Client) -> None:
     for name in on_hub:
-        await look_up(name)
+        await check_on_hub(name)
     client._tokenizer_box.load_early()
 
 

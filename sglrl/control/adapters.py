@@ -289,11 +289,11 @@ class PoolAdapters(DriverListener):
             DeadlineExceeded: a worker did not prepare it in time. No worker has it.
             WorkerLost: no worker is left.
         """
-        from ..weights.adapter_source import load_payload, look_at
+        from ..weights.adapter_source import load_payload, read_adapter
 
         deadline = Deadline(request.timeout, request.begun)
         version = request.check(self.versions.get(name, -1))
-        given = look_at(adapter, config)
+        given = read_adapter(adapter, config)
         found = given.config
         if found is None:
             if old is None:

@@ -61,7 +61,7 @@ class Concurrency:
         self._spare = 1 << 30
         """Number of requests that have waited all the time since the last decision."""
 
-    def look(self, now: float, in_use: int, queued: int, loads: Sequence[Load]) -> bool:
+    def observe_load(self, now: float, in_use: int, queued: int, loads: Sequence[Load]) -> bool:
         """Update the limit from the loads of the engines. Return True if the limit has changed.
 
         Args:

@@ -182,7 +182,7 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-class Place(NamedTuple):
+class BucketSlice(NamedTuple):
     """The place of a tensor: bytes ``offset`` to ``offset + nbytes`` of bucket ``bucket``."""
 
     bucket: int
@@ -200,7 +200,7 @@ class Layout(NamedTuple):
             ``bucket_bytes`` does not count, unless all buckets are.
     """
 
-    places: list[Place]
+    places: list[BucketSlice]
     sizes: list[int]
     ring_slot: int
 
@@ -211,7 +211,7 @@ class Layout(NamedTuple):
 
 def lay_out(specs: Sequence[TensorSpec], bucket_bytes: int) -> Layout:
     """Fill buckets with the tensors, in order. Raise ``InvalidWeights`` like ``tensor_bytes``."""
-    places: list[Place] = []
+    places: list[BucketSlice] = []
     sizes: list[int] = []
     for spec in specs:
         nbytes = tensor_bytes(spec)
@@ -219,7 +219,7 @@ def lay_out(specs: Sequence[TensorSpec], bucket_bytes: int) -> Layout:
         space = -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
         if not sizes or sizes[-1] + space > bucket_bytes:
             sizes.append(0)
-        places.append(Place(len(sizes) - 1, sizes[-1], nbytes))
+        places.append(BucketSlice(len(sizes) - 1, sizes[-1], nbytes))
         sizes[-1] += space
     fitting = [size for size in sizes if size <= bucket_bytes]
     return Layout(places, sizes, max(fitting, default=max(sizes, default=0)))

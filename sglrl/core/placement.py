@@ -20,7 +20,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
     cores: int
 
 
-class Place(msgspec.Struct, frozen=True, kw_only=True):
+class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where one worker runs. ``gpus``: those of the host; empty for a worker on CPU."""
 
     host: str
@@ -36,7 +36,7 @@ class Placement:
 
     def __init__(self) -> None:
         self.offers: dict[str, Offer] = {}
-        self._places: list[Place] = []
+        self._places: list[WorkerPlace] = []
 
     def add(self, host: str, offer: Offer) -> None:
         """Use a host from now on."""
@@ -47,7 +47,7 @@ class Placement:
         del self.offers[host]
         self._places = [place for place in self._places if place.host != host]
 
-    def take(self, workers: int, gpus: int) -> list[Place] | None:
+    def take(self, workers: int, gpus: int) -> list[WorkerPlace] | None:
         """Take places for workers. Take none and return None if there are too few.
 
         Args:
@@ -64,14 +64,14 @@ class Placement:
             self._places.append(place)
         return self._places[len(before) :]
 
-    def release(self, place: Place) -> None:
+    def release(self, place: WorkerPlace) -> None:
         """Give a place back, unless its host was removed.
 
         The host may have returned, and another worker may have an equal place on it.
         """
         self._places = [other for other in self._places if other is not place]
 
-    def holds(self, place: Place) -> bool:
+    def holds(self, place: WorkerPlace) -> bool:
         """Return whether a place was taken, not given back, and its host was not removed since."""
         return any(other is place for other in self._places)
 
@@ -80,13 +80,13 @@ class Placement:
         used = {gpu for place in self._places if place.host == host for gpu in place.gpus}
         return tuple(gpu for gpu in self.offers[host].gpus if gpu not in used)
 
-    def _best(self, gpus: int) -> Place | None:
+    def _best(self, gpus: int) -> WorkerPlace | None:
         """Return a place on the host that is used least, and the first such host of several."""
         if gpus:
             host = max(self.offers, key=lambda name: len(self.free(name)))
             free = self.free(host)
-            return Place(host=host, gpus=free[:gpus]) if len(free) >= gpus else None
-        return Place(host=min(self.offers, key=self._load), gpus=())
+            return WorkerPlace(host=host, gpus=free[:gpus]) if len(free) >= gpus else None
+        return WorkerPlace(host=min(self.offers, key=self._load), gpus=())
 
     def _load(self, host: str) -> float:
         """Return the workers of a host for each of its cores."""

@@ -46,9 +46,9 @@ class Pool:
     """Worker processes of one kind, and the driver that sends them calls.
 
     Args:
-        launch_specs: the launch_specs of the workers that the pool starts with.
-        more: ``more(n, present)`` returns the launch_specs of ``n`` further workers, beside the workers
-            that are present.
+        launch_specs: how to launch the workers that the pool starts with.
+        more: ``more(n, present)`` returns the specs of ``n`` further workers, beside those of the
+            workers that are present.
         name: name of the pool in the warning about a pool that was never closed.
         launcher: starts the processes.
         progress: shows the start.

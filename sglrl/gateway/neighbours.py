@@ -25,7 +25,7 @@ from .errors import HttpError, error_of
 from .metrics import METRICS, merged
 from .native import ABORTS
 from .registry import KEY_PREFIX
-from .settings import Place, Settings
+from .settings import ProcessPlace, Settings
 
 _CONNECT_SECONDS: Final = 10.0
 _KEEP_SECONDS: Final = 2.0
@@ -43,7 +43,7 @@ class Neighbours:
         app: answers the requests for this process.
     """
 
-    def __init__(self, app: Any, place: Place, settings: Settings) -> None:
+    def __init__(self, app: Any, place: ProcessPlace, settings: Settings) -> None:
         self._app = app
         self._index = place.index
         self._settings = settings

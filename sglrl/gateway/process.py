@@ -17,7 +17,7 @@ from ..sessions.trajectory import record_of
 from ..wire.processes import ClientKeys
 from .registry import Registry
 from .running import Running
-from .settings import Place, Settings
+from .settings import ProcessPlace, Settings
 
 
 class Target(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ class Opened(msgspec.Struct, frozen=True):
 class GatewayProcess(Actor):
     """The actor that ``serve`` spawns."""
 
-    def __init__(self, settings: Settings, target: Target, place: Place) -> None:
+    def __init__(self, settings: Settings, target: Target, place: ProcessPlace) -> None:
         self._settings = settings
         self._place = place
         self._target = target

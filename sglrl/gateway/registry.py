@@ -88,7 +88,7 @@ class Registry:
         made = OpenSession(Conversations(session), self._now(), self._process)
         self._by_id[made.id] = self._by_key[made.key] = made
         if self._expiring is None:
-            self._look_again(self._expire_after)
+            self._schedule_expiry(self._expire_after)
         return made
 
     def by_id(self, id_: str) -> OpenSession | None:
@@ -114,7 +114,7 @@ class Registry:
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
 
-    def _look_again(self, seconds: float) -> None:
+    def _schedule_expiry(self, seconds: float) -> None:
         self._expiring = asyncio.get_running_loop().call_later(
             min(seconds, _MAX_SECONDS), self._expire
         )
@@ -135,4 +135,4 @@ class Registry:
             self._ending.add(task)
             task.add_done_callback(self._ending.discard)
         if due:
-            self._look_again(min(due))
+            self._schedule_expiry(min(due))

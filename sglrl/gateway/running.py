@@ -20,7 +20,7 @@ from .filtering import Filtering
 from .listening import bound
 from .registry import Registry
 from .server import serving
-from .settings import Place, Settings, names_of
+from .settings import ProcessPlace, Settings, names_of
 
 
 class Running:
@@ -38,9 +38,11 @@ class Running:
     registry: Registry
     url: str
 
-    def __init__(self, client: Client, settings: Settings, place: Place | None = None) -> None:
+    def __init__(
+        self, client: Client, settings: Settings, place: ProcessPlace | None = None
+    ) -> None:
         self._client = client
-        self._place = place or Place()
+        self._place = place or ProcessPlace()
         self._settings = settings
         self._stack = AsyncExitStack()
 

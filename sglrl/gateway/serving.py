@@ -23,7 +23,7 @@ from ..inference.slow_stage import shown_if_slow
 from ..sessions.rewards import RewardValue
 from ..sessions.trajectory import Trajectory
 from .listening import reserved
-from .settings import Place, Settings, names_of
+from .settings import ProcessPlace, Settings, names_of
 
 logger = logging.getLogger("sglrl.gateway")
 
@@ -134,7 +134,7 @@ class Gateway:
             )
             host = client.pool.weights.host
             settings = msgspec.structs.replace(settings, port=port, weights_host=host)
-            arguments = [(settings, target, Place(i, sockets)) for i in range(self._count)]
+            arguments = [(settings, target, ProcessPlace(i, sockets)) for i in range(self._count)]
             launch_specs = [
                 launch_spec_of(GatewayProcess, a, replicas=1, window=_WINDOW) for a in arguments
             ]

@@ -64,7 +64,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
-class Place(msgspec.Struct, frozen=True):
+class ProcessPlace(msgspec.Struct, frozen=True):
     """The place of a process among those of its gateway.
 
     Attributes:

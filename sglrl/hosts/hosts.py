@@ -15,7 +15,7 @@ import msgspec
 
 from ..config import HEARTBEAT_TIMEOUT, PoolConfig, check_heartbeat, positive
 from ..core.node_session import CHECK_SECONDS, MESSAGE_BYTES, MessageMissing
-from ..core.placement import Place, Placement
+from ..core.placement import Placement, WorkerPlace
 from ..driver.environment import environment, limits
 from ..errors import ProtocolError, UsageError
 from ..transport.addresses import check_address, check_tcp, host_of, is_loopback, is_own
@@ -309,7 +309,7 @@ class Hosts:
         offers = "; ".join(map(self._described, self.placement.offers))
         return f"{what} do not fit: {offers or 'no host is there'}"
 
-    def release(self, place: Place) -> None:
+    def release(self, place: WorkerPlace) -> None:
         """Give a place back."""
         self.placement.release(place)
         self._changed()

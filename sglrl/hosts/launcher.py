@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import msgspec
 
-from ..core.placement import Place
+from ..core.placement import WorkerPlace
 from ..driver.environment import environment
 from ..driver.launcher import RANKS, LaunchSpec
 from ..driver.temporary_folders import make_folder, remove_folder
@@ -55,7 +55,7 @@ class HostLauncher:
         self._folder: Path | None = None
         self._on_forked: Callable[[int, int], None]
         self._on_exited: Callable[[int, int], None]
-        self._places: dict[int, Place] = {}
+        self._places: dict[int, WorkerPlace] = {}
         """Where each worker runs, or ran last."""
         self._running: dict[int, NodeLink] = {}
         """The node of every process that has not exited, by the key of the process."""

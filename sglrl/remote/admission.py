@@ -25,7 +25,7 @@ from ..inference.tokens import in_range
 from ..wire.codec import MALFORMED
 from ..wire.engine import GenerateArgs, NextTokenArgs, ScoreArgs, TokenChunk
 from ..wire.remote import Request
-from .forwarding import Forward, Peer, Relay
+from .forwarding import ForwardingReply, Peer, Relay
 
 _LONGEST_NAME: Final = 1024
 _KNOWN_SAMPLINGS: Final = 256
@@ -110,7 +110,7 @@ class Admission:
                 raise DeadlineExceeded("the deadline had passed before the call was here")
             deadline = now() + timeout if math.isfinite(timeout) else None
         generate = endpoint == "generate"
-        forward = Forward(self._relay, peer, id_, generate)
+        forward = ForwardingReply(self._relay, peer, id_, generate)
         args: GenerateArgs | ScoreArgs | NextTokenArgs
         answer = 0
         try:
@@ -165,7 +165,7 @@ class Admission:
         if size // 4 > most:
             raise InvalidRequest(f"the prompt has {size // 4} tokens, which is too many")
 
-    def _generate(self, raw: Any, forward: Forward) -> tuple[GenerateArgs, bytes]:
+    def _generate(self, raw: Any, forward: ForwardingReply) -> tuple[GenerateArgs, bytes]:
         wanted = _decode_generate(raw)
         ids: bytes = wanted.input_ids
         begun = wanted.resume

@@ -26,7 +26,7 @@ _APART: Final = 0.001
 the pool's process as much as several calls, and that process serves all clients."""
 
 
-class Line:
+class PoolConnection:
     """The connection to the pool's process, as a ``DriverTransport``."""
 
     def __init__(self, dealer: ZmqDealer, address: str) -> None:
@@ -62,8 +62,8 @@ class RemoteDriver(Driver):
         on_news: called when ``status`` changes.
     """
 
-    def __init__(self, line: Line, max_message_bytes: int) -> None:
-        super().__init__(line, FabricConfig(), max_message_bytes, self._encode_requests)
+    def __init__(self, connection: PoolConnection, max_message_bytes: int) -> None:
+        super().__init__(connection, FabricConfig(), max_message_bytes, self._encode_requests)
         self.admitted: asyncio.Future[Welcome] = asyncio.get_running_loop().create_future()
         self.status = PoolStatus(0, 0, [])
         self.on_news: Callable[[], None] = lambda: None

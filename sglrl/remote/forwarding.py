@@ -72,7 +72,7 @@ class Peer:
         return route
 
 
-class Forward:
+class ForwardingReply:
     """The ``Reply`` of a call from a client in another process.
 
     Attributes:

@@ -28,11 +28,11 @@ from ..wire.engine import EngineInfo
 from ..wire.processes import ClientKeys
 from ..wire.remote import Hello, Leave, PoolStatus, Requests
 from ..wire.weights import ModelDescription, Shard
-from .driver import Line, RemoteDriver
+from .driver import PoolConnection, RemoteDriver
 
 CONNECT_SECONDS: Final = 60.0
 """Seconds that a client waits for the pool's first answer."""
-_LOOK_SECONDS: Final = 0.2
+_POLL_SECONDS: Final = 0.2
 """Seconds between two checks whether a pool that has not answered yet was closed."""
 _CHECK_SECONDS = 15.0
 """Seconds between two checks whether the pool still knows a client that has pending calls."""
@@ -145,10 +145,12 @@ class RemotePool:
             raise Closed(f"there is no pool at {self._url}: its process has exited or closed it")
         dealer = self._connect()
         self._lifetime.opened(self)
-        self._driver = driver = RemoteDriver(Line(dealer, self._url), self._max_message_bytes)
+        self._driver = driver = RemoteDriver(
+            PoolConnection(dealer, self._url), self._max_message_bytes
+        )
         driver.on_news = self._on_news
         driver.start()
-        self._look()
+        self._check_pool_exists()
         try:
             with contextlib.suppress(Closed):  # refused in the handshake: no answer will arrive
                 dealer.send([encode(Hello(PROTOCOL_VERSION, self._max_message_bytes))])
@@ -223,7 +225,7 @@ class RemotePool:
             # client.
             driver.send_to_peer(b"", encode(Leave()))
 
-    def _look(self) -> None:
+    def _check_pool_exists(self) -> None:
         """Check whether the pool was closed until it answers.
 
         ZeroMQ does not report a pool that was closed before there was a connection.
@@ -234,7 +236,7 @@ class RemotePool:
         if _is_gone(self._url):
             driver.lose(_GONE)
         else:
-            driver.loop.call_later(_LOOK_SECONDS, self._look)
+            driver.loop.call_later(_POLL_SECONDS, self._check_pool_exists)
 
     @property
     def status(self) -> PoolStatus:

@@ -102,7 +102,7 @@ class Items:
         None means that the data set is exhausted, or that a task started by ``start`` now reads the
         item.
         """
-        self.look(start)
+        self.request_next(start)
         return self._next.popleft() if self._is_ready else None
 
     @property
@@ -110,7 +110,7 @@ class Items:
         """Whether there is an item, and all items of the earlier run are known to be the same."""
         return bool(self._next) and (self._ended or self._read >= self._before.read)
 
-    def look(self, start: StartTask) -> None:
+    def request_next(self, start: StartTask) -> None:
         """Read the next item, or find out that there is none."""
         source = self._source
         if isinstance(source, AsyncIterator):

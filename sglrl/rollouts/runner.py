@@ -211,7 +211,7 @@ class Runner:
             if not plan.may_begin():
                 if plan.max_staleness is not None:
                     # A consumer that waits for a group must know whether another group will come.
-                    items.look(self._tasks.begin)
+                    items.request_next(self._tasks.begin)
                 break
             if plan.begin_again():
                 continue

@@ -55,5 +55,5 @@ class SampleLimit(DriverListener):
         if now - self._polled_at >= _POLL_SECONDS:
             self._polled_at = now
             loads, queued = self._client.pool.loads()
-            if self._found.look(now, self._plan.running, queued, loads):
+            if self._found.observe_load(now, self._plan.running, queued, loads):
                 self._on_change()

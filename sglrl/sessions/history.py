@@ -20,7 +20,7 @@ from .session_spec import SessionSpec
 from .trajectory import Trajectory
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """A place in a history, at which a session goes on.
 
     Attributes:
@@ -48,9 +48,9 @@ class Place(NamedTuple):
         return self.dialogue.messages is not None or (promptless and not self.tokens)
 
 
-def beginning(dialogue: Dialogue) -> Place:
+def beginning(dialogue: Dialogue) -> Position:
     """Return the place before the first turn of a conversation."""
-    return Place(ROOT, b"", 0, dialogue, True, Conversation())
+    return Position(ROOT, b"", 0, dialogue, True, Conversation())
 
 
 class History:
@@ -72,18 +72,18 @@ class History:
         self._said: list[AssistantMessage | None] = []
         """For each turn, what the renderer has parsed, if there is one."""
 
-    def after(self, turn: int) -> Place:
+    def after(self, turn: int) -> Position:
         """Return the place after a turn."""
         start = 4 * self._tree.starts(turn)[0]
         dialogue, held = self._dialogues[turn], self._conversation(turn)
-        return Place(turn, self._tree.tokens(turn), start, dialogue, False, held)
+        return Position(turn, self._tree.tokens(turn), start, dialogue, False, held)
 
-    def before(self, turn: int) -> Place:
+    def before(self, turn: int) -> Position:
         """Return the place before a turn, after its prompt."""
         starts = self._tree.starts(turn)
         tokens = self._tree.tokens(turn)[: 4 * starts[-1]]
         dialogue, held = self._dialogues[turn], self._conversation(turn)
-        return Place(self._tree.parent(turn), tokens, 4 * starts[0], dialogue, True, held)
+        return Position(self._tree.parent(turn), tokens, 4 * starts[0], dialogue, True, held)
 
     def path(self, turn: int) -> tuple[int, ...]:
         """Return the turns of the conversation that ends with a turn."""
@@ -91,13 +91,13 @@ class History:
 
     def keep(
         self,
-        place: Place,
+        place: Position,
         spec: SessionSpec,
         prompt: bytes,
         completion: Completion,
         dialogue: Dialogue,
         said: AssistantMessage | None,
-    ) -> Place:
+    ) -> Position:
         """Add a turn. Return the place after it.
 
         Args:
@@ -125,7 +125,7 @@ class History:
         self._said.append(said)
         self.turns.append(completion)
         self.rewards.add_turn()
-        return Place(turn, prompt + sampled, start, dialogue, False, held)
+        return Position(turn, prompt + sampled, start, dialogue, False, held)
 
     def find(self, messages: Sequence[Message]) -> int:
         """Return the turn whose conversation is the longest beginning of messages, or ``ROOT``.
@@ -173,13 +173,13 @@ class History:
             raise UsageError("no turn was sampled yet that could be rewarded")
         self.rewards.add(turn, value, name, call, whole)
 
-    def routed(self, place: Place) -> int:
+    def routed(self, place: Position) -> int:
         """Return the first position without routed experts in the turns before a place."""
         if place.last == ROOT:
             return 0
         return routed_stop([self.turns[turn] for turn in self.path(place.last)])
 
-    def said(self, place: Place) -> AssistantMessage | None:
+    def said(self, place: Position) -> AssistantMessage | None:
         """Return the parsed turn that ends at a place, if there is a renderer."""
         return None if place.begins else self._said[place.last]
 

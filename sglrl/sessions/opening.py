@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from ..core.turn_tree import ROOT
 from ..errors import UsageError
 from ..inference.prompts import Message
-from .history import History, Place, beginning
+from .history import History, Position, beginning
 from .observations import Dialogue, Observation
 from .session_spec import SessionSpec
 
@@ -21,7 +21,7 @@ _TOO_LATE = (
 )
 
 
-def check_messages_first(place: Place, waiting: Sequence[Observation]) -> None:
+def check_messages_first(place: Position, waiting: Sequence[Observation]) -> None:
     """Raise ``UsageError`` if messages cannot follow at a place where the turn has begun.
 
     Args:
@@ -39,10 +39,10 @@ def check_messages_first(place: Place, waiting: Sequence[Observation]) -> None:
 async def opened(
     spec: SessionSpec,
     history: History,
-    place: Place,
+    place: Position,
     given: list[Message] | None,
     observed: Sequence[Observation],
-) -> tuple[Place, list[Observation]]:
+) -> tuple[Position, list[Observation]]:
     """Return the place at which the turn goes on, with its tokens, and the other observations.
 
     Messages continue the conversation of the place. If an earlier turn ends a part of it, its

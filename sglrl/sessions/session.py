@@ -26,7 +26,7 @@ from ..inference.sampling_cache import Prepared
 from ..inference.tokens import TokenIds
 from ..inference.tool_choice import ToolChoice
 from .gate import Gate
-from .history import History, Place, beginning
+from .history import History, Position, beginning
 from .observations import Dialogue, Observation, as_observation, encode_observations, parsed
 from .opening import check_messages_first, opened
 from .rewards import RewardValue
@@ -249,7 +249,7 @@ class Session:
         return self._spec.prepare(values) if values else self._spec.prepared
 
     async def _keep(
-        self, place: Place, ids: bytes, completion: Completion, dialogue: Dialogue
+        self, place: Position, ids: bytes, completion: Completion, dialogue: Dialogue
     ) -> None:
         """Record a finished turn. A failed turn records nothing."""
         chunks = completion._chunks

@@ -44,7 +44,7 @@ class GivenAdapter(NamedTuple):
     base: Taken | None = None
 
 
-def look_at(adapter: Any, config: Any = None) -> GivenAdapter:
+def read_adapter(adapter: Any, config: Any = None) -> GivenAdapter:
     """Record a caller's adapter at this moment, with the caller's streams current.
 
     Args:

@@ -99,7 +99,7 @@ class LocalSender:
         deadline = Deadline(request.timeout, request.begun)
         wanted = await self._channel.describe(deadline.left)
         loop = asyncio.get_running_loop()
-        found, seen = await loop.run_in_executor(None, _looked_at, path)
+        found, seen = await loop.run_in_executor(None, _read_folder, path)
         dtypes = {spec.name: spec.dtype for spec in wanted.tensors}
         specs = []
         for name, dtype, shape in ((s.name, s.dtype, s.shape) for s in found.specs):
@@ -154,7 +154,7 @@ class LocalSender:
         return self._end
 
 
-def _looked_at(path: Any) -> tuple[Checkpoint, list[Any]]:
+def _read_folder(path: Any) -> tuple[Checkpoint, list[Any]]:
     found = read_checkpoint(path)
     if not found.specs:
         raise InvalidWeights(f"no tensors are given: the files in {path} are empty")

@@ -20,7 +20,7 @@ def run(limit: Concurrency, room: int, looks: int, start: float = 0.0) -> list[i
         if running > 1.5 * room:
             preempted += running - room
         load = Load(min(1.0, running / room), max(0, running - room), preempted)
-        limit.look(start + i * 1.01 * INTERVAL, running, 0, [load])
+        limit.observe_load(start + i * 1.01 * INTERVAL, running, 0, [load])
         seen.append(limit.limit)
     return seen
 
@@ -41,7 +41,7 @@ def steps(limit: Concurrency, fixed: float, each: float, looks: int) -> list[int
     for _ in range(looks):
         step = fixed + each * limit.limit
         now += max(INTERVAL, 8 * step)
-        limit.look(now, limit.limit, 0, [Load(0.1, 0, 0, step, shortest)])
+        limit.observe_load(now, limit.limit, 0, [Load(0.1, 0, 0, step, shortest)])
         seen.append(limit.limit)
     return seen
 
@@ -67,36 +67,38 @@ def test_a_late_load_takes_it_back(room: int, least: int) -> None:
     for _ in range(60):
         now += INTERVAL
         waiting = max(0, limit.limit - room)
-        limit.look(now, limit.limit, 0, [Load(0.5, waiting)])
+        limit.observe_load(now, limit.limit, 0, [Load(0.5, waiting)])
     assert room <= max(limit.limit, least) <= max(least, room / (1 - 2 * MARGIN) + 2)
 
 
 def test_the_engines_work_for_new_agents_before_more_start() -> None:
     limit = Concurrency(8)
-    assert limit.look(0.0, 8, 0, [Load(0.1, request_steps=40), Load(0.1, request_steps=2)])
+    assert limit.observe_load(0.0, 8, 0, [Load(0.1, request_steps=40), Load(0.1, request_steps=2)])
     assert limit.limit == 17
-    assert not limit.look(9.0, 17, 0, [Load(0.1, request_steps=55), Load(0.1, request_steps=3)])
-    assert limit.look(9.1, 17, 0, [Load(0.1, request_steps=56), Load(0.1, request_steps=3)])
+    assert not limit.observe_load(
+        9.0, 17, 0, [Load(0.1, request_steps=55), Load(0.1, request_steps=3)]
+    )
+    assert limit.observe_load(9.1, 17, 0, [Load(0.1, request_steps=56), Load(0.1, request_steps=3)])
     # A replacement counts from zero.
-    assert limit.look(9.9, limit.limit, 0, [Load(0.1, request_steps=5), Load(0.1)])
+    assert limit.observe_load(9.9, limit.limit, 0, [Load(0.1, request_steps=5), Load(0.1)])
 
 
 def test_agents_above_the_limit_end_before_it_falls_again() -> None:
     limit = Concurrency(10)
     steps(limit, 0.01, 0.0, 5)
     many = limit.limit
-    assert limit.look(1e3, many, 0, [Load(0.5, many)])
+    assert limit.observe_load(1e3, many, 0, [Load(0.5, many)])
     assert limit.limit < many
     lower = limit.limit
-    assert not limit.look(2e3, many, 0, [Load(0.5, many)])
-    assert limit.look(3e3, lower, 0, [Load(0.5, many)])
+    assert not limit.observe_load(2e3, many, 0, [Load(0.5, many)])
+    assert limit.observe_load(3e3, lower, 0, [Load(0.5, many)])
 
 
 def test_a_short_step_is_not_compared() -> None:
     """On a busy machine, steps of microseconds vary by any factor."""
     limit = Concurrency(8)
-    assert limit.look(0.0, 8, 0, [Load(0.1, 0, 0, 1e-5, 1e-5)])
-    assert limit.look(1.0, limit.limit, 0, [Load(0.1, 0, 0, 0.03, 1e-5)])
+    assert limit.observe_load(0.0, 8, 0, [Load(0.1, 0, 0, 1e-5, 1e-5)])
+    assert limit.observe_load(1.0, limit.limit, 0, [Load(0.1, 0, 0, 0.03, 1e-5)])
 
 
 @given(st.integers(100, 10_000))
@@ -112,42 +114,44 @@ def test_preemptions_take_it_back(room: int) -> None:
 def test_one_idle_engine_is_enough_reason_to_add() -> None:
     limit = Concurrency(8)
     full, idle = Load(0.99, 5, 0), Load(0.2, 0, 0)
-    assert not limit.look(0.0, 8, 0, [full, full])
-    assert limit.look(1.0, 8, 0, [full, idle])
-    assert not limit.look(9.0, limit.limit, 3, [full, idle]), "calls wait at the driver already"
+    assert not limit.observe_load(0.0, 8, 0, [full, full])
+    assert limit.observe_load(1.0, 8, 0, [full, idle])
+    assert not limit.observe_load(9.0, limit.limit, 3, [full, idle]), (
+        "calls wait at the driver already"
+    )
 
 
 def test_it_grows_only_if_it_is_what_holds_agents_back() -> None:
     limit = Concurrency(8)
-    assert not limit.look(0.0, 7, 0, [Load(0.1, 0, 0)])
-    assert not limit.look(0.0, 8, 0, []), "no engine has said anything"
-    assert limit.look(0.0, 8, 0, [Load(0.1, 0, 0)])
+    assert not limit.observe_load(0.0, 7, 0, [Load(0.1, 0, 0)])
+    assert not limit.observe_load(0.0, 8, 0, []), "no engine has said anything"
+    assert limit.observe_load(0.0, 8, 0, [Load(0.1, 0, 0)])
 
 
 def test_a_change_must_have_shown_before_the_next_one() -> None:
     limit = Concurrency(8)
-    assert limit.look(0.0, 8, 0, [Load(0.1, 0, 0)])
-    assert not limit.look(INTERVAL / 2, limit.limit, 0, [Load(0.1, 0, 0)])
+    assert limit.observe_load(0.0, 8, 0, [Load(0.1, 0, 0)])
+    assert not limit.observe_load(INTERVAL / 2, limit.limit, 0, [Load(0.1, 0, 0)])
     # But preemptions lower the limit at once, and only once.
-    assert limit.look(INTERVAL / 2, limit.limit, 0, [Load(1.0, 9, 3)])
+    assert limit.observe_load(INTERVAL / 2, limit.limit, 0, [Load(1.0, 9, 3)])
     was = limit.limit
-    assert not limit.look(INTERVAL * 0.6, was, 0, [Load(1.0, 9, 5)])
+    assert not limit.observe_load(INTERVAL * 0.6, was, 0, [Load(1.0, 9, 5)])
     assert limit.limit == was
 
 
 def test_it_stays_within_its_bounds() -> None:
     limit = Concurrency(4, most=10)
     for i in range(10):
-        limit.look(float(i), limit.limit, 0, [Load(0.0, 0, 0)])
+        limit.observe_load(float(i), limit.limit, 0, [Load(0.0, 0, 0)])
     assert limit.limit == 10
     for i in range(10, 40):
-        limit.look(float(i), limit.limit, 0, [Load(1.0, 9, i)])
+        limit.observe_load(float(i), limit.limit, 0, [Load(1.0, 9, i)])
     assert limit.limit == 4
 
 
 def test_what_was_preempted_before_is_no_news() -> None:
     limit = Concurrency(8)
-    assert limit.look(0.0, 8, 0, [Load(0.1, 0, 5)])
+    assert limit.observe_load(0.0, 8, 0, [Load(0.1, 0, 5)])
     assert limit.limit == 17
-    assert limit.look(1.0, 17, 0, [Load(0.1, 0, 6)])
+    assert limit.observe_load(1.0, 17, 0, [Load(0.1, 0, 6)])
     assert limit.limit == 13

@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglrl.core.placement import Offer, Place, Placement
+from sglrl.core.placement import Offer, Placement, WorkerPlace
 
 
 def hosts(*gpus: int, cores: int = 8) -> Placement:
@@ -20,7 +20,7 @@ def hosts(*gpus: int, cores: int = 8) -> Placement:
 
 def test_replicas_are_spread() -> None:
     places = hosts(4, 4, 4).take(3, 2)
-    assert places == [Place(host=f"host{n}", gpus=("0", "1")) for n in range(3)]
+    assert places == [WorkerPlace(host=f"host{n}", gpus=("0", "1")) for n in range(3)]
 
 
 def test_a_group_is_not_divided() -> None:
@@ -71,7 +71,7 @@ def test_places_fit_their_hosts(
     offered: list[int], wanted: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     placement = hosts(*offered)
-    taken: list[Place] = []
+    taken: list[WorkerPlace] = []
     for workers, gpus in wanted:
         room = sum(len(placement.free(host)) // gpus for host in placement.offers)
         places = placement.take(workers, gpus)
@@ -103,8 +103,8 @@ def test_hosts_come_and_go(offered: list[int], steps: list[tuple[str, int, int]]
     placement = hosts(*offered)
     names = list(placement.offers)
     offers = dict(placement.offers)
-    taken: list[Place] = []
-    live: list[Place] = []
+    taken: list[WorkerPlace] = []
+    live: list[WorkerPlace] = []
     for step, n, gpus in steps:
         host = names[n % len(names)]
         if step == "take":

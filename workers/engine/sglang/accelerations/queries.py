@@ -143,7 +143,7 @@ class Queries:
         steps: list[list[Known]] = []
         rows = attended = 0
         for request in requests:
-            query = self._look_up(request)
+            query = self._known_prefix(request)
             if query is None or query.new > few:
                 others.append(request)
                 continue
@@ -160,7 +160,7 @@ class Queries:
             steps[-1].append(query)
         return steps
 
-    def _look_up(self, request: Any) -> Known | None:
+    def _known_prefix(self, request: Any) -> Known | None:
         ids = request.input_ids
         if not 0 < len(ids) <= self._scheduler.max_req_input_len:
             return None

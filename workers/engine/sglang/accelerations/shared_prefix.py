@@ -75,14 +75,14 @@ class SharedPrefix:
             begun.append(in_parts)
         if len(begun) + len(waiting) < 2:
             return set()
-        looked_at = waiting[:_MOST]
-        both = begun + looked_at
+        candidates = waiting[:_MOST]
+        both = begun + candidates
         found = followers(
             [_prompt(request) for request in begun],
-            [_prompt(request) for request in looked_at],
+            [_prompt(request) for request in candidates],
             lambda index: self._cached(both[index]),
         )
-        return {looked_at[index] for index in found}
+        return {candidates[index] for index in found}
 
     def _cached(self, request: Any) -> int:
         """Return the number of the request's tokens in the prefix cache."""
