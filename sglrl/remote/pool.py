@@ -22,6 +22,7 @@ from ..errors import Closed, DeadlineExceeded, UsageError
 from ..transport.addresses import check_address
 from ..transport.curve_keys import read_client_keys
 from ..transport.zmq import ZmqDealer
+from ..weights.update_report import UpdateReport
 from ..wire.calls import PROTOCOL_VERSION, Load
 from ..wire.codec import encode
 from ..wire.engine import EngineInfo
@@ -133,7 +134,11 @@ class RemotePool:
         Args:
             limit: seconds until ``DeadlineExceeded``. None: no limit.
         """
-        return await UnaryCaller(self.driver, operation).call((), arguments, limit)
+        result = await UnaryCaller(self.driver, operation).call((), arguments, limit)
+        if isinstance(result, UpdateReport):
+            # The caller may read the version before the pool's next status arrives.
+            self.weights.set_version(result.version)
+        return result
 
     async def _ask_by_name(self, name: str, **arguments: Any) -> Any:
         operation = operations_of(Client)[name]

@@ -198,7 +198,7 @@ async def test_pausing_when_what_runs_has_finished(lab: Lab) -> None:
     client = lab.client
     calls = begin(client, 6, {**ENDLESS, "max_new_tokens": 300})
     await until_running(client, 4)
-    pausing = asyncio.ensure_future(client.pause("drain"))
+    pausing = asyncio.ensure_future(client.pause("drain", timeout=600))
     await asyncio.sleep(0)
     later = begin(client, 1, SHORT)
     scored = asyncio.ensure_future(client.score(PROMPTS[0]))
@@ -223,7 +223,7 @@ async def test_another_command_while_a_pause_waits(lab: Lab, instead: Any) -> No
     await until_running(client, 4)
     with pytest.raises(sglrl.DeadlineExceeded):
         await client.pause("drain", timeout=0.01)
-    pausing = asyncio.ensure_future(client.pause("drain"))
+    pausing = asyncio.ensure_future(client.pause("drain", timeout=600))
     await asyncio.sleep(0)
     later = begin(client, 1, SHORT)
     await asyncio.sleep(0)
@@ -256,7 +256,7 @@ async def test_an_update_while_a_pause_waits(lab: Lab, inflight: str) -> None:
     calls = begin(client, 5, {**ENDLESS, "max_new_tokens": 1000})
     await until_running(client, 4)
     await until_grown(client)
-    pausing = asyncio.ensure_future(client.pause("drain"))
+    pausing = asyncio.ensure_future(client.pause("drain", timeout=600))
     await asyncio.sleep(0)
     later = begin(client, 1, SHORT)
     report = await lab.other(inflight=inflight)
@@ -283,9 +283,9 @@ async def test_pauses_and_resumes_at_once(lab: Lab) -> None:
     client = lab.client
     calls = begin(client, 4, {**ENDLESS, "max_new_tokens": 300})
     await until_running(client, 4)
-    await asyncio.gather(client.pause("retract"), client.pause("drain"))
+    await asyncio.gather(client.pause("retract"), client.pause("drain", timeout=600))
     assert (await standing(client)).waiting == 4
-    await asyncio.gather(client.resume(), client.pause("drain"))
+    await asyncio.gather(client.resume(), client.pause("drain", timeout=600))
     made = await asyncio.gather(*calls)
     assert {c.finish_reason for c in made} == {"length"}
     (later,) = begin(client, 1, SHORT)
@@ -302,7 +302,7 @@ async def test_a_paused_engine_finishes_nothing(lab: Lab, before: Any) -> None:
     calls = begin(client, 5, ENDLESS)
     await until_running(client, 4)
     await client.pause(before)
-    await client.pause("drain")
+    await client.pause("drain", timeout=600)
     stats = await standing(client)
     assert (stats.running, stats.waiting) == ((4, 1) if before == "in_place" else (0, 5))
     await client.resume()
