@@ -1,4 +1,4 @@
-"""Frozen, keyword-only settings. The only module that reads environment variables."""
+"""Frozen, keyword-only settings, and the environment variables of sglrl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What the fabric asks the driver to do. Methods of ``Fabric`` append effects to its ``outbox``."""
+"""Effects: the fabric asks the driver to send, restart or end calls.
+
+Methods of ``Fabric`` append effects to its ``outbox``. ``RemoteDriver`` appends ``Restart`` for calls
+that the pool has restarted.
+"""
 
 from __future__ import annotations
 

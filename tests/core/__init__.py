@@ -1,1 +1,1 @@
-"""Tests of the core and the wire. They need no event loop, no I/O, only msgspec and numpy."""
+"""Tests of the core and the wire. They need msgspec and numpy, and no I/O."""

@@ -90,12 +90,13 @@ async def test_each_request_has_its_own_priority(
     """Also one that continues a conversation."""
     real, priorities = Requests.sample, []
 
-    def sample(self: Requests, *args: Any) -> Any:
-        priorities.append(args[7])
-        return real(self, *args)
+    def sample(self: Requests, *args: Any, **kwargs: Any) -> Any:
+        call, future = real(self, *args, **kwargs)
+        priorities.append(call.priority)
+        return call, future
 
     monkeypatch.setattr(Requests, "sample", sample)
-    session = Session(SessionSpec(client))
+    session = Session(SessionSpec(client.requests))
     conversations = Conversations(session)
     messages: list[Any] = [{"role": "user", "content": "Hi"}]
     for number, priority in enumerate((3, 3, 5, 0)):

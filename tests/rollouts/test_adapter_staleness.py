@@ -112,7 +112,7 @@ async def test_running_samples_of_an_adapter_become_too_old(
             (tmp_path / "continued").touch()
         # The weights of a fake engine are always of version 0.
         made = session.trajectory(1.0)
-        version = session._spec.client.weight_version
+        version = session._spec.requests.weights.version
         return made.replace(versions=np.where(made.loss_mask, version, -1))
 
     run = sglrl.rollout(

@@ -12,6 +12,8 @@ import pytest
 from processes import descendants, wait_for_end
 
 import sglrl
+from sglrl.sessions.session import Session
+from sglrl.sessions.session_spec import SessionSpec
 
 from .agents import (
     FAKE,
@@ -25,7 +27,7 @@ async def test_the_pools_end_ends_the_run() -> None:
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
         while True:
             await session.generate(max_new_tokens=2)
-            session = session._spec.client.session(input_ids=[1])
+            session = Session(SessionSpec(session._spec.requests, input_ids=[1]))
 
     async with sglrl.launch("fake", **FAKE) as client:
         run = sglrl.rollout(client, agent, SOME_ITEMS, processes=2, retries=1000)

@@ -209,7 +209,7 @@ async def test_choices_of_requests_without_a_session(client: sglrl.Client) -> No
 
 async def test_choices_of_http_requests_without_a_session(client: sglrl.Client) -> None:
     async def seeds(*given: tuple[int, int]) -> list[int | None]:
-        base = SessionSpec(client)
+        base = SessionSpec(client.requests)
         requests = [
             TurnRequest(prompt=PROMPT, choices=n, sampling={"seed": seed, "max_new_tokens": 2})
             for n, seed in given
