@@ -136,6 +136,10 @@ class ClientBase:
         """Whether the client is open and a worker serves or will serve."""
         return self.is_open and any(w.state != "retired" for w in self.pool.workers)
 
+    def check_open(self) -> None:
+        """Raise ``Closed`` unless the client has started and is open."""
+        self._running()
+
     def _running(self, *, urgent: bool = False) -> Driver:
         """Return the driver.
 

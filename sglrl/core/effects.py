@@ -1,7 +1,7 @@
 """Effects: the fabric asks the driver to send, restart or end calls.
 
-Methods of ``Fabric`` append effects to its ``outbox``. ``RemoteDriver`` appends ``Restart`` for calls
-that the pool has restarted.
+Methods of ``Fabric`` append effects to its ``outbox``. ``RemoteDriver`` appends ``Restart`` for
+calls that the pool has restarted.
 """
 
 from __future__ import annotations

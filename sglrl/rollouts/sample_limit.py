@@ -44,6 +44,7 @@ class SampleLimit(DriverListener):
     def begin(self) -> None:
         """Follow the load of the engines."""
         if self._fixed is None:
+            self._client.check_open()
             self._client.requests.driver.add_listener(self)
 
     def end(self) -> None:

@@ -82,6 +82,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
             if loop is None:
                 raise Closed("the client is not running; use 'with sglrl.blocking(...) as client'")
         else:
+            client.check_open()
             loop, self._engine = client.requests.driver.loop, client
         self.tokenizer = client.tokenizer
         found = token_bytes(self.tokenizer)
