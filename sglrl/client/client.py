@@ -14,7 +14,6 @@ import os
 from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
 from typing import Any, Literal, Self, Unpack, overload
 
-from ..config import check_target
 from ..control.adapters import LoraMethods
 from ..control.client_base import Control, RemoteServer, not_started
 from ..control.engines import EngineMethods
@@ -289,22 +288,13 @@ class Client(
             Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: see ``sglrl.errors``.
         """
         requests = self.requests
-        deadline = None
-        if timeout is not None or self.timeout is not None:
-            deadline = requests.deadline(timeout)
+        options = requests.options(logprobs, top_logprobs, session, priority, timeout, worker, lora)
         prepared = requests.samplings.prepare(sampling, values)
-        if logprobs is not True and logprobs is not False:
-            requests.check_logprobs(logprobs)
-        if top_logprobs or type(top_logprobs) is not int:
-            requests.check_top(top_logprobs)
         if type(n) is not int or n < 1:
             raise InvalidRequest(f"n must be an integer of at least 1, got {n!r}")
-        if worker is not None or session is not None or priority or type(priority) is not int:
-            priority, worker, session = check_target(priority, worker, session)
-        lora = "" if lora is None else requests.lora(lora)
         if n > 1:
             # Check before the prompts are encoded, because encoding may take long.
-            requests.check_count(n, 1, worker)
+            requests.check_count(n, 1, options.worker)
         prompts: Sequence[bytes]
         parser: CompletionParser | None = None
         limited = messages is not None and prepared.params.grammars
@@ -312,36 +302,24 @@ class Client(
         renders = reads or template or chat_template_kwargs or continue_final_message
         if prompt is not None or messages is not None or input_ids is None or renders:
             prompt, messages = as_messages(prompt, messages)
-            options = template_arguments(
+            rendering = template_arguments(
                 messages, tools, template, chat_template_kwargs, continue_final_message
             )
-            several, prompts = await requests.encode_prompts(prompt, input_ids, messages, options)
+            several, prompts = await requests.encode_prompts(prompt, input_ids, messages, rendering)
             if reads:
                 parser = await completion_parser(
-                    renderer, tool_choice, requests.box, options, messages, prompts
+                    renderer, tool_choice, requests.box, rendering, messages, prompts
                 )
                 prepared = await parser.prepare(requests.samplings, prepared, prompts)
         elif type(input_ids) is list and input_ids and type(input_ids[0]) is int:
             several, prompts = False, (check_ids(input_ids, requests.vocab_size),)
         else:
             several, prompts = check_given_ids(input_ids, requests.vocab_size)
-        logprobs = logprobs or top_logprobs > 0
         if n == 1 and len(prompts) == 1:
             (ids,) = prompts  # Almost every call takes this path, so it makes no lists.
             max_new = requests.max_new_tokens(prepared, len(ids) // 4)
-            route = Route(ids, requests.version(lora), session)
-            call, future = requests.sample(
-                ids,
-                prepared,
-                max_new,
-                logprobs,
-                top_logprobs,
-                route,
-                deadline,
-                priority,
-                worker,
-                lora=lora,
-            )
+            route = Route(ids, requests.version(options.lora), options.session)
+            call, future = requests.sample(ids, prepared, max_new, options, route)
             # While the call waits, keep one copy of the prompt: the bytes.
             del prompt, input_ids, messages, prompts, values
             try:
@@ -353,9 +331,7 @@ class Client(
             if parser is not None:
                 await parser.parse([completion])
             return [completion] if several else completion
-        calls, futures = requests.samples(
-            prompts, n, prepared, logprobs, top_logprobs, session, deadline, priority, worker, lora
-        )
+        calls, futures = requests.samples(prompts, n, prepared, options)
         made = await submit_all(requests.driver, calls, futures)
         if parser is not None:
             await parser.parse(made)
@@ -395,12 +371,7 @@ class Client(
             template=template_arguments(
                 messages, tools, template, chat_template_kwargs, continue_final_message
             ),
-            logprobs=logprobs,
-            session=session,
-            priority=priority,
-            timeout=timeout,
-            worker=worker,
-            lora=lora,
+            options=(logprobs, 0, session, priority, timeout, worker, lora),
             sampling=sampling,
             values=dict(values),
         )

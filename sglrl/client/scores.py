@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
-from ..config import check_target
 from ..control.client_base import ClientBase, not_started
 from ..driver.gathering import submit_all
 from ..errors import InvalidRequest
 from ..inference.completion import NextTokenLogprobs, ScoreLogprobs, Scores
 from ..inference.number_checks import check_number
+from ..inference.options import CallKeywords
 from ..inference.prompts import check_given_ids
 from ..inference.requests import Requests
 from ..inference.tokens import TokenIds, check_ids
@@ -48,10 +48,7 @@ class ScoreMethods(ClientBase):
         start: int = 0,
         top_logprobs: Literal[0] = 0,
         temperature: float = 1.0,
-        timeout: float | None = None,
-        worker: int | None = None,
-        priority: int = 0,
-        lora: str | None = None,
+        **options: Unpack[CallKeywords],
     ) -> ScoreLogprobs: ...
     @overload
     async def score(
@@ -61,10 +58,7 @@ class ScoreMethods(ClientBase):
         start: int = 0,
         top_logprobs: int,
         temperature: float = 1.0,
-        timeout: float | None = None,
-        worker: int | None = None,
-        priority: int = 0,
-        lora: str | None = None,
+        **options: Unpack[CallKeywords],
     ) -> Scores: ...
     @overload
     async def score(  # type: ignore[overload-overlap]
@@ -74,10 +68,7 @@ class ScoreMethods(ClientBase):
         start: int = 0,
         top_logprobs: Literal[0] = 0,
         temperature: float = 1.0,
-        timeout: float | None = None,
-        worker: int | None = None,
-        priority: int = 0,
-        lora: str | None = None,
+        **options: Unpack[CallKeywords],
     ) -> list[ScoreLogprobs]: ...
     @overload
     async def score(
@@ -87,10 +78,7 @@ class ScoreMethods(ClientBase):
         start: int = 0,
         top_logprobs: int,
         temperature: float = 1.0,
-        timeout: float | None = None,
-        worker: int | None = None,
-        priority: int = 0,
-        lora: str | None = None,
+        **options: Unpack[CallKeywords],
     ) -> list[Scores]: ...
 
     async def score(
@@ -100,10 +88,7 @@ class ScoreMethods(ClientBase):
         start: int = 0,
         top_logprobs: int = 0,
         temperature: float = 1.0,
-        timeout: float | None = None,
-        worker: int | None = None,
-        priority: int = 0,
-        lora: str | None = None,
+        **options: Unpack[CallKeywords],
     ) -> Any:
         """Return the model's logprobs of given tokens, without generating.
 
@@ -113,7 +98,7 @@ class ScoreMethods(ClientBase):
             start: first position to return. Earlier positions are context only.
             top_logprobs: also return this many most likely tokens at each position.
             temperature: the logits are divided by it, above 0.
-            timeout, worker, priority, lora: as for ``generate``.
+            **options: ``timeout``, ``worker``, ``priority`` and ``lora``, as for ``generate``.
 
         Returns:
             ``ScoreLogprobs``, an array float32 [length - start]: ``log p(token i | tokens before
@@ -130,23 +115,12 @@ class ScoreMethods(ClientBase):
             one version.
         """
         requests = self.requests
-        deadline = requests.deadline(timeout)
+        checked = requests.options(top_logprobs=top_logprobs, **options)
         several, prompts = check_given_ids(input_ids, requests.vocab_size)
         if isinstance(start, bool) or not isinstance(start, int) or start < 0:
             raise InvalidRequest(f"start must be an integer of at least 0, got {start!r}")
-        priority, worker, _ = check_target(priority, worker, None)
-        requests.check_top(top_logprobs)
         check_number("temperature", temperature, 0.0, math.inf, open_low=True)
-        calls, futures = requests.scores(
-            prompts,
-            start,
-            top_logprobs,
-            float(temperature),
-            deadline,
-            priority,
-            worker,
-            requests.lora(lora),
-        )
+        calls, futures = requests.scores(prompts, start, float(temperature), checked)
         results = await submit_all(requests.driver, calls, futures)
         return results if several else results[0]
 
@@ -154,11 +128,7 @@ class ScoreMethods(ClientBase):
         self,
         ids: TokenIds,
         top_k: int | None = None,
-        *,
-        worker: int | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        lora: str | None = None,
+        **options: Unpack[CallKeywords],
     ) -> NextTokenLogprobs:
         """Return the distribution of the next token after ``ids``.
 
@@ -169,7 +139,7 @@ class ScoreMethods(ClientBase):
         Args:
             ids: tokens [length].
             top_k: return only the ``top_k`` most likely tokens. None: all tokens, in one raw frame.
-            worker, priority, timeout, lora: as for ``generate``.
+            **options: ``timeout``, ``worker``, ``priority`` and ``lora``, as for ``generate``.
 
         Returns:
             ``NextTokenLogprobs``. Its ``version`` is the weight version with which the forward pass
@@ -183,13 +153,9 @@ class ScoreMethods(ClientBase):
             Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: see ``sglrl.errors``.
         """
         requests = self.requests
-        if worker is not None or priority or type(priority) is not int:
-            priority, worker, _ = check_target(priority, worker, None)
         checked = check_ids(ids, requests.vocab_size)
         future: asyncio.Future[NextTokenLogprobs] = asyncio.get_running_loop().create_future()
-        call = requests.next_token_call(
-            checked, top_k, future, timeout, worker, priority, requests.lora(lora)
-        )
+        call = requests.next_token_call(checked, top_k, future, requests.options(**options))
         requests.driver.submit(call)
         try:
             return await future

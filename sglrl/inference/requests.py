@@ -9,6 +9,7 @@ from typing import Any, Final
 from msgspec import Raw
 
 from ..actors.actor import deadline_from
+from ..config import check_target
 from ..control.client_base import AdapterNames
 from ..core.calls import Call
 from ..core.policy_versions import MODEL
@@ -21,6 +22,7 @@ from ..wire.codec import encode
 from ..wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, ScoreArgs
 from .completion import Completion, Decode, NextTokenLogprobs
 from .number_checks import max_top_logprobs
+from .options import CallOptions
 from .prompts import encode_prompts
 from .replies import ChunkReply, GenerationReply, NextTokenReply, OnChunk, ScoreReply
 from .routed_experts import RoutedRows
@@ -72,13 +74,45 @@ class Requests:
         # Bind the method once: every waiting call would hold a bound method of its own.
         self.decode: Decode = box.decode
 
+    def options(
+        self,
+        logprobs: Any = False,
+        top_logprobs: Any = 0,
+        session: Any = None,
+        priority: Any = 0,
+        timeout: Any = None,
+        worker: Any = None,
+        lora: Any = None,
+    ) -> CallOptions:
+        """Check the options of a call. ``Client.generate`` documents them.
+
+        Args:
+            timeout: seconds. None: the client's timeout.
+
+        Raises:
+            UsageError: a value is wrong. ``UnknownAdapter``: the adapter is not loaded.
+            DeadlineExceeded: the timeout is 0.
+        """
+        deadline = None
+        if timeout is not None or self.timeout is not None:
+            deadline = deadline_from(self.timeout if timeout is None else timeout)
+        if logprobs is not True and logprobs is not False:
+            self._check_logprobs(logprobs)
+        if top_logprobs or type(top_logprobs) is not int:
+            self.check_top(top_logprobs)
+        if worker is not None or session is not None or priority or type(priority) is not int:
+            priority, worker, session = check_target(priority, worker, session)
+        name = "" if lora is None else self.adapters.check(lora)
+        wanted = logprobs or top_logprobs > 0
+        return CallOptions(wanted, top_logprobs, session, deadline, priority, worker, name)
+
     def check_top(self, top_logprobs: Any) -> None:
         """Raise ``InvalidRequest`` unless ``top_logprobs`` is an allowed number of tokens."""
         most = max_top_logprobs(self.vocab_size)
         if type(top_logprobs) is not int or not 0 <= top_logprobs <= most:
             raise InvalidRequest(f"top_logprobs must be in 0..{most}, got {top_logprobs!r}")
 
-    def check_logprobs(self, logprobs: Any) -> None:
+    def _check_logprobs(self, logprobs: Any) -> None:
         """Raise ``InvalidRequest`` unless ``logprobs`` is a bool."""
         if not isinstance(logprobs, bool):
             raise InvalidRequest(
@@ -125,16 +159,6 @@ class Requests:
         version = self.adapters.versions.get(lora) if lora else None
         return found if version is None else {**found, lora: version}
 
-    def deadline(self, timeout: Any) -> float | None:
-        """Return the deadline of a call. ``deadline_from`` checks the timeout.
-
-        Args:
-            timeout: seconds. None: the client's timeout.
-        """
-        if timeout is None:
-            timeout = self.timeout
-        return None if timeout is None else deadline_from(timeout)
-
     def encode_prompts(
         self,
         prompt: Any,
@@ -152,15 +176,10 @@ class Requests:
         ids: bytes,
         prepared: Prepared,
         max_new_tokens: int,
-        logprobs: bool,
-        top: int,
+        options: CallOptions,
         route: Route,
-        deadline: float | None,
-        priority: int,
-        worker: int | None = None,
         begun: Completion | None = None,
         on_chunk: OnChunk | None = None,
-        lora: str = "",
         routed_from: int = 0,
     ) -> tuple[Call, asyncio.Future[Completion]]:
         """Submit a call for one continuation.
@@ -182,7 +201,10 @@ class Requests:
         if routed is not None and begun is not None and begun._routed is not None:
             routed = begun._routed.copy()
         start, rows = (0, 0) if routed is None else (routed.start, routed.count)
-        args = GenerateArgs(ids, wire, logprobs, top, streams, priority, resume, lora, start, rows)
+        logprobs, top, priority = options.logprobs, options.top, options.priority
+        args = GenerateArgs(
+            ids, wire, logprobs, top, streams, priority, resume, options.lora, start, rows
+        )
         if len(ids) + len(wire) + len(resume) > self._max_ids:
             self._check_size(args)
         future: asyncio.Future[Completion] = self.driver.loop.create_future()
@@ -195,9 +217,9 @@ class Requests:
             args,
             reply,
             (),
-            deadline,
+            options.deadline,
             priority,
-            worker,
+            options.worker,
             route,
             True,
             streams,
@@ -211,13 +233,7 @@ class Requests:
         prompts: Sequence[bytes],
         n: int,
         prepared: Prepared,
-        logprobs: bool,
-        top: int,
-        session: str | None,
-        deadline: float | None,
-        priority: int,
-        worker: int | None,
-        lora: str,
+        options: CallOptions,
     ) -> tuple[list[Call], list[asyncio.Future[Completion]]]:
         """Make ``n`` calls for each prompt, without submitting them.
 
@@ -227,30 +243,30 @@ class Requests:
         Raises:
             InvalidRequest: there are too many calls.
         """
-        self.check_count(n, len(prompts), worker)
+        self.check_count(n, len(prompts), options.worker)
         loop = asyncio.get_running_loop()
         calls: list[Call] = []
         futures: list[asyncio.Future[Completion]] = []
         for ids in prompts:
             max_new = self.max_new_tokens(prepared, len(ids) // 4)
-            route = self._route(ids, lora, session)
+            route = self._route(ids, options)
             seed = prepared.seed
             args: GenerateArgs | None = None
             for _ in range(n):
                 if args is None or seed is not None:
                     own = None if seed is None else derived_seed(seed, len(calls))
                     wire = prepared.wire(max_new, own)
-                    args = self._generate_args(ids, wire, logprobs, top, False, priority, lora)
+                    args = self._generate_args(ids, wire, options, False)
                 future: asyncio.Future[Completion] = loop.create_future()
                 futures.append(future)
                 calls.append(
                     Call(
                         "generate",
                         args,
-                        self._reply(future, ids, prepared, logprobs, top),
-                        deadline=deadline,
-                        priority=priority,
-                        pinned=worker,
+                        self._reply(future, ids, prepared, options),
+                        deadline=options.deadline,
+                        priority=options.priority,
+                        pinned=options.worker,
                         route=route,
                         idempotent=True,
                         resumable=True,
@@ -259,15 +275,7 @@ class Requests:
         return calls, futures
 
     def stream_call(
-        self,
-        ids: bytes,
-        prepared: Prepared,
-        logprobs: bool,
-        session: str | None,
-        deadline: float | None,
-        priority: int,
-        worker: int | None,
-        lora: str,
+        self, ids: bytes, prepared: Prepared, options: CallOptions
     ) -> tuple[Call, ChunkReply]:
         """Make a streaming call, without submitting it.
 
@@ -277,15 +285,15 @@ class Requests:
         max_new = self.max_new_tokens(prepared, len(ids) // 4)
         wire = prepared.wire(max_new, prepared.seed)
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        reply = ChunkReply(self._reply(future, ids, prepared, logprobs, 0))
+        reply = ChunkReply(self._reply(future, ids, prepared, options))
         call = Call(
             "generate",
-            self._generate_args(ids, wire, logprobs, 0, True, priority, lora),
+            self._generate_args(ids, wire, options, True),
             reply,
-            deadline=deadline,
-            priority=priority,
-            pinned=worker,
-            route=self._route(ids, lora, session),
+            deadline=options.deadline,
+            priority=options.priority,
+            pinned=options.worker,
+            route=self._route(ids, options),
             idempotent=True,
             stream=True,
             resumable=True,
@@ -296,12 +304,8 @@ class Requests:
         self,
         prompts: Sequence[bytes],
         start: int,
-        top: int,
         temperature: float,
-        deadline: float | None,
-        priority: int,
-        worker: int | None,
-        lora: str,
+        options: CallOptions,
     ) -> tuple[list[Call], list[asyncio.Future[Any]]]:
         """Make one call for each prompt, without submitting them.
 
@@ -311,7 +315,8 @@ class Requests:
         Raises:
             InvalidRequest: there are too many calls, or ``start`` is beyond the tokens.
         """
-        self.check_count(1, len(prompts), worker)
+        self.check_count(1, len(prompts), options.worker)
+        top = options.top
         loop = asyncio.get_running_loop()
         calls: list[Call] = []
         futures: list[asyncio.Future[Any]] = []
@@ -334,18 +339,18 @@ class Requests:
                 )
             future: asyncio.Future[Any] = loop.create_future()
             futures.append(future)
-            args = ScoreArgs(ids, start, top, priority, temperature, lora)
+            args = ScoreArgs(ids, start, top, options.priority, temperature, options.lora)
             if len(ids) > self._max_ids:
                 self._check_size(args)
             calls.append(
                 Call(
                     "score",
                     args,
-                    ScoreReply(future, count - start, top, lora != ""),
-                    deadline=deadline,
-                    priority=priority,
-                    pinned=worker,
-                    route=self._route(ids, lora),
+                    ScoreReply(future, count - start, top, options.lora != ""),
+                    deadline=options.deadline,
+                    priority=options.priority,
+                    pinned=options.worker,
+                    route=self._route(ids, options),
                     idempotent=True,
                 )
             )
@@ -356,17 +361,14 @@ class Requests:
         ids: bytes,
         top_k: Any,
         future: asyncio.Future[NextTokenLogprobs],
-        timeout: Any,
-        worker: int | None = None,
-        priority: int = 0,
-        lora: str = "",
+        options: CallOptions,
     ) -> Call:
-        """Make a call without submitting it. This checks ``top_k`` and ``timeout``."""
+        """Make a call without submitting it. This checks ``top_k``."""
         if len(ids) // 4 > self._max_prompt_tokens:
             self._check_length(len(ids) // 4)
         if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= self.vocab_size):
             raise InvalidRequest(f"top_k must be None or in 1..{self.vocab_size}, got {top_k!r}")
-        args = NextTokenArgs(ids, top_k or 0, priority, lora)
+        args = NextTokenArgs(ids, top_k or 0, options.priority, options.lora)
         if len(ids) > self._max_ids:
             self._check_size(args)
         return Call(
@@ -374,10 +376,10 @@ class Requests:
             args,
             NextTokenReply(future, top_k or 0, self.vocab_size),
             (),
-            self.deadline(timeout),
-            priority,
-            worker,
-            self._route(ids, lora),
+            options.deadline,
+            options.priority,
+            options.worker,
+            self._route(ids, options),
             True,
         )
 
@@ -422,16 +424,10 @@ class Requests:
             )
 
     def _generate_args(
-        self,
-        ids: bytes,
-        wire: Raw,
-        logprobs: bool,
-        top: int,
-        stream: bool,
-        priority: int,
-        lora: str,
+        self, ids: bytes, wire: Raw, options: CallOptions, stream: bool
     ) -> GenerateArgs:
-        args = GenerateArgs(ids, wire, logprobs, top, stream, priority, b"", lora)
+        logprobs, top, priority = options.logprobs, options.top, options.priority
+        args = GenerateArgs(ids, wire, logprobs, top, stream, priority, b"", options.lora)
         if len(ids) + len(wire) > self._max_ids:
             self._check_size(args)
         return args
@@ -441,10 +437,9 @@ class Requests:
         future: asyncio.Future[Completion],
         ids: bytes,
         prepared: Prepared,
-        logprobs: bool,
-        top: int,
+        options: CallOptions,
     ) -> GenerationReply:
-        routed = self._routed(prepared)
+        routed, logprobs, top = self._routed(prepared), options.logprobs, options.top
         return GenerationReply(self.decode, future, ids, prepared, logprobs, top, None, routed)
 
     def _routed(self, prepared: Prepared, start: int = 0) -> RoutedRows | None:
@@ -453,5 +448,5 @@ class Requests:
         wanted = prepared.params.return_routed_experts
         return RoutedRows(shape, start) if wanted and shape is not None else None
 
-    def _route(self, ids: bytes, lora: str, session: str | None = None) -> Route:
-        return Route(ids, self.version(lora), session)
+    def _route(self, ids: bytes, options: CallOptions) -> Route:
+        return Route(ids, self.version(options.lora), options.session)

@@ -7,7 +7,6 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any, NoReturn
 
 from ..actors.replies import error_of
-from ..config import check_target
 from ..errors import Closed, InvalidRequest, SglrlError, UsageError
 from ..wire.calls import ItemKind
 from .chunk import Chunk, StreamText
@@ -57,25 +56,20 @@ class Stream:
         input_ids: Any,
         messages: Any,
         template: Mapping[str, Any] | None,
-        logprobs: bool,
-        session: str | None,
-        priority: int,
-        timeout: float | None,
-        worker: int | None,
-        lora: str | None,
+        options: tuple[Any, ...],
         sampling: Any,
         values: dict[str, Any],
     ) -> AsyncGenerator[Chunk, None]:
         """Check the arguments, submit the call and yield its chunks.
 
         This is a generator, so it does nothing before the first chunk is requested.
+
+        Args:
+            options: the arguments of ``Requests.options``.
         """
         requests = started()
-        deadline = requests.deadline(timeout)
+        checked = requests.options(*options)
         prepared = requests.samplings.prepare(sampling, values)
-        requests.check_logprobs(logprobs)
-        priority, worker, session = check_target(priority, worker, session)
-        name = requests.lora(lora)
         several, prompts = await requests.encode_prompts(prompt, input_ids, messages, template)
         if several:
             raise InvalidRequest("stream takes one prompt; use generate for a list")
@@ -83,9 +77,7 @@ class Stream:
             given = None, "auto", requests.box, template or {}, messages, prompts
             parser = await completion_parser(*given)
             prepared = await parser.prepare(requests.samplings, prepared, prompts)
-        call, reply = requests.stream_call(
-            prompts[0], prepared, logprobs, session, deadline, priority, worker, name
-        )
+        call, reply = requests.stream_call(prompts[0], prepared, checked)
         texts = StreamText(requests.decode, prepared.params)
         requests.driver.submit(call)
         try:
@@ -99,7 +91,7 @@ class Stream:
                             chunk.finish or None,
                             chunk.version,
                             chunk.ids,
-                            chunk.logprobs if logprobs else None,
+                            chunk.logprobs if checked.logprobs else None,
                             texts.add(chunk),
                             chunk.lora_version,
                             chunk,

@@ -10,6 +10,7 @@ from ..core.policy_versions import MODEL
 from ..core.prefixes import Route
 from ..errors import Closed, InvalidRequest, UsageError
 from ..inference.completion import Completion
+from ..inference.options import CallOptions
 from ..inference.replies import OnChunk
 from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS
 from ..inference.sampling_cache import Prepared
@@ -129,6 +130,7 @@ class TurnSampler:
                 "Session.room and Session.unobserve"
             )
         deadline = None if spec.timeout is None else deadline_from(spec.timeout)
+        options = CallOptions(True, top_logprobs, None, deadline, spec.priority, None, spec.lora)
         completion = None
         while completion is None or completion._chunks[-1].finish == "abort":
             if self.has_closed:
@@ -143,15 +145,10 @@ class TurnSampler:
                 ids,
                 prepared,
                 limit,
-                True,
-                top_logprobs,
+                options,
                 self._route,
-                deadline,
-                spec.priority,
-                None,
                 completion,
                 on_chunk,
-                spec.lora,
                 routed_from,
             )
             self.call = call

@@ -166,9 +166,8 @@ class Queries:
                 future: Any = query
                 requests = self._engine.requests
                 ids, lora, _ = (key, "", 0) if isinstance(key, bytes) else key
-                query.call = requests.next_token_call(
-                    ids, self._top_k, future, self._timeout, lora=lora and requests.lora(lora)
-                )
+                options = requests.options(timeout=self._timeout, lora=lora or None)
+                query.call = requests.next_token_call(ids, self._top_k, future, options)
                 requests.driver.submit(query.call)
             except SglrlError as error:
                 self._answer(query, error)
