@@ -209,8 +209,10 @@ def test_generate_prints_text() -> None:
     assert process.returncode == 0, process.stderr
     # The fake engine repeats the prompt.
     assert process.stdout.startswith("hello worldhello world")
-    assert process.stderr.startswith("sglrl: starting 1 worker of tiny (fake engine) ... ready in ")
-    assert len(process.stderr.splitlines()) == 1
+    first, *others = process.stderr.splitlines()
+    assert first.startswith("sglrl: starting 1 worker of tiny (fake engine) ... ready in ")
+    # On a slow machine.
+    assert others in ([], ["sglrl: loading the tokenizer ..."])
 
 
 def test_values_of_set_are_json_or_text() -> None:
