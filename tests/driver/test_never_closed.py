@@ -261,7 +261,7 @@ def test_a_blocking_client_is_dropped() -> None:
         client.__enter__()
         pids = pids_of(client)
         print(client.generate(input_ids=[7], max_new_tokens=1).output_ids)
-        thread = client._thread
+        thread = client.thread
         del client
         gc.collect()
         wait_for_end(pids[:-1])

@@ -31,11 +31,13 @@ class Noticed(io.StringIO):
 
 
 @pytest.mark.parametrize("progress", [True, False])
-async def test_slow_loading_is_shown_once(progress: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slow_loading_is_shown_once(
+    progress: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     stderr, log = Noticed("sglrl: loading the tokenizer ...\n"), Noticed("loading the tokenizer\n")
     handler = logging.StreamHandler(log)
     monkeypatch.setattr(slow_stage.logger, "handlers", [handler])
-    monkeypatch.setattr(slow_stage.logger, "level", logging.INFO)
+    caplog.set_level(logging.INFO, logger=slow_stage.logger.name)
     monkeypatch.setattr(slow_stage, "SLOW_SECONDS", 0.0)
     load = TokenizerBox._load
 

@@ -345,7 +345,7 @@ def test_new_weights_end_what_may_be_shared(
         await asyncio.to_thread(asked.wait, 1)
         weights._versions.current = 1
         for told in list(weights.on_version):
-            fake._loop.call_soon_threadsafe(told)  # type: ignore[union-attr]
+            fake.loop.call_soon_threadsafe(told)
         new = asyncio.ensure_future(model.next_token_logprobs([1]))
         await asyncio.to_thread(asked.wait, 2)
         fake.resume()
@@ -389,7 +389,7 @@ def test_queries_from_before_an_update_are_reset_too(
         old = asyncio.ensure_future(model.next_token_logprobs([1]))
         await asyncio.to_thread(asked.wait, 1)
         for told in list(fake.source.pool.weights.on_version):
-            fake._loop.call_soon_threadsafe(told)  # type: ignore[union-attr]
+            fake.loop.call_soon_threadsafe(told)
         model.reset_async_queries()
         with pytest.raises(asyncio.CancelledError):
             await old
@@ -413,7 +413,7 @@ def test_other_callbacks_get_their_turn_between_answers(
 
     async def run() -> None:
         loop = asyncio.get_running_loop()
-        await asyncio.to_thread(fake.pause) if not own_loop else await fake._client.pause()
+        await asyncio.to_thread(fake.pause) if not own_loop else await fake.source.pause()
         tasks = [asyncio.ensure_future(ask(i)) for i in range(100)]
         await asyncio.sleep(0)
         turns: list[int] = []
@@ -424,7 +424,7 @@ def test_other_callbacks_get_their_turn_between_answers(
                 loop.call_soon(look)
 
         look()
-        await fake._client.resume() if own_loop else await asyncio.to_thread(fake.resume)
+        await fake.source.resume() if own_loop else await asyncio.to_thread(fake.resume)
         await asyncio.gather(*tasks)
         assert woken == list(range(100))
         steps = [after - before for before, after in itertools.pairwise([*turns, len(woken)])]
@@ -432,8 +432,8 @@ def test_other_callbacks_get_their_turn_between_answers(
         assert sum(steps) == 100
 
     if own_loop:
-        assert fake._loop is not None
-        asyncio.run_coroutine_threadsafe(run(), fake._loop).result(30)
+        assert fake.loop is not None
+        asyncio.run_coroutine_threadsafe(run(), fake.loop).result(30)
     else:
         asyncio.run(asyncio.wait_for(run(), 300))
 
@@ -489,8 +489,8 @@ def test_a_loop_that_is_blocked_is_not_waited_for_without_end(
     model = AsyncSGLTransformer(fake)
     monkeypatch.setattr("sglrl.integrations.genlm.engine_loop._PATIENCE", 0.01)
     go_on = threading.Event()
-    assert fake._loop is not None
-    fake._loop.call_soon_threadsafe(go_on.wait, 30)
+    assert fake.loop is not None
+    fake.loop.call_soon_threadsafe(go_on.wait, 30)
     try:
         with pytest.raises(sglrl.DeadlineExceeded, match="event loop"):
             model.reset_async_queries()

@@ -467,7 +467,7 @@ def test_a_killed_replica_is_no_loss(tiny: Path) -> None:
         async def kill() -> None:
             os.kill(victim, signal.SIGKILL)
 
-        killing = asyncio.run_coroutine_threadsafe(kill(), service.client._loop)
+        killing = asyncio.run_coroutine_threadsafe(kill(), service.client.loop)
         made = service.generate(input_ids=[[i] for i in range(8)], max_new_tokens=2000)
         killing.result(10)
         assert [r["output_ids"] for r in made] == [[i] * 2000 for i in range(8)]

@@ -558,7 +558,7 @@ def test_wrong_arguments(pool: sglrl.BlockingClient) -> None:
     with pytest.raises(TypeError, match="got int"):
         SGLangWrapper(3)
     with pytest.raises(TypeError, match="got Client"):
-        SGLangWrapper(pool._client)
+        SGLangWrapper(pool.source)
     for values in ([], [("temperature", 1.0)], 7):
         with pytest.raises(TypeError, match="generate_kwargs must be a mapping"):
             SGLangWrapper(pool, generate_kwargs=values)  # type: ignore[arg-type]
