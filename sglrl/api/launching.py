@@ -360,14 +360,14 @@ def launch(
         serve=partial(PoolServer, pool),
         prepare=partial(_prepare, on_hub) if engine == "sglang" else None,
     )
-    client._tokenizer_box.shown = shown
+    client.tokenizer_box.shown = shown
     return client
 
 
 async def _prepare(on_hub: Sequence[str], client: Client) -> None:
     for name in on_hub:
         await check_on_hub(name)
-    client._tokenizer_box.load_early()
+    client.tokenizer_box.load_early()
 
 
 def _preload(engine: str, groups: list[list[str] | None]) -> str:

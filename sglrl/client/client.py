@@ -76,7 +76,7 @@ class Client(
         self._weight_device = weight_device
         self.model = model
         """The model's folder, or its name on the Hugging Face hub."""
-        self._tokenizer_box = TokenizerBox(tokenizer or model, trust_tokenizer)
+        self.tokenizer_box = TokenizerBox(tokenizer or model, trust_tokenizer)
         self._serve = serve
 
     async def __aenter__(self) -> Self:
@@ -88,11 +88,11 @@ class Client(
         assert info is not None
         if not self.model:
             self.model = info.model
-            self._tokenizer_box.model = info.tokenizer or info.model
-        self._tokenizer_box.fake = not info.sglang_version
+            self.tokenizer_box.model = info.tokenizer or info.model
+        self.tokenizer_box.fake = not info.sglang_version
         adapters = self._control.adapters
         self._requests = Requests(
-            self._driver, info, self._tokenizer_box, self.pool.weights, self.timeout, adapters
+            self._driver, info, self.tokenizer_box, self.pool.weights, self.timeout, adapters
         )
         if self._serve is not None:
             self._server = self._serve(self)
@@ -145,7 +145,7 @@ class Client(
     @property
     def tokenizer(self) -> Any:
         """The model's Hugging Face tokenizer, loaded on first use."""
-        return self._tokenizer_box.tokenizer
+        return self.tokenizer_box.tokenizer
 
     @property
     def address(self) -> str:

@@ -78,10 +78,10 @@ class _Choice:
     ) -> None:
         self.rid = request.rid
         self.running = True
-        self._spec = spec
+        self.spec = spec
         self._request = request
         self._session = Session(spec, path=(number,))
-        self._session._sampler.continues = False
+        self._session.sampler.continues = False
         self._options = options_of(request, spec, on_chunk)
         self._call: Call | None = None
         self._aborted = False
@@ -101,18 +101,18 @@ class _Choice:
 
     def abort(self) -> None:
         self.running, self._aborted = False, True
-        self._call = self._session._sampler.call
+        self._call = self._session.sampler.call
         self._session.close()
 
     async def _without_tokens(self) -> Completion:
         """Sample nothing. The request wants the logprobs of its prompt, which come later."""
-        prompt, request = await self._spec.ids(), self._request
-        params = self._spec.prepare({**request.sampling, "max_new_tokens": 1}).params
-        return without_tokens(self._spec, prompt, params, request.top_logprobs, self._began)
+        prompt, request = await self.spec.ids(), self._request
+        params = self.spec.prepare({**request.sampling, "max_new_tokens": 1}).params
+        return without_tokens(self.spec, prompt, params, request.top_logprobs, self._began)
 
     async def _so_far(self) -> Completion:
-        prompt = await self._spec.ids()
+        prompt = await self.spec.ids()
         reply = None if self._call is None else self._call.reply
         chunks = reply.chunks or () if isinstance(reply, GenerationReply) else ()
-        params = self._spec.prepare(dict(self._request.sampling)).params
-        return aborted(self._spec, prompt, chunks, params, self._request.top_logprobs, self._began)
+        params = self.spec.prepare(dict(self._request.sampling)).params
+        return aborted(self.spec, prompt, chunks, params, self._request.top_logprobs, self._began)

@@ -23,7 +23,7 @@ def message_of(completion: Completion, ids: str = "") -> Message:
     """
     message = completion.message.as_dict()
     content, stop = message["content"], completion.stop_match
-    if isinstance(stop, str) and not completion._params.no_stop_trim and stop in content:
+    if isinstance(stop, str) and not completion.params.no_stop_trim and stop in content:
         content = content[: content.rfind(stop)]
     found: Message = {"role": "assistant", "content": content, "refusal": None}
     if message.get("reasoning_content"):
@@ -52,7 +52,7 @@ def cuts_call(completion: Completion) -> bool:
 
 def token_text(completion: Completion, token: int, as_ids: bool) -> str:
     """Return the text of a token, or "token_id:5" as in vLLM."""
-    return f"token_id:{token}" if as_ids else completion._decode([token], False)
+    return f"token_id:{token}" if as_ids else completion.decode([token], False)
 
 
 def json_text(value: Any) -> str:

@@ -90,7 +90,7 @@ class Endpoints:
         self.running = RunningTurns(self._metrics)
         self._access = Access(registry, settings, self._metrics)
         self._weights = TrainedWeights(client, settings)
-        self._spec = SessionSpec(client.requests)
+        self.spec = SessionSpec(client.requests)
         """Settings of turns that belong to no session."""
         route = self._access.route
         api = [
@@ -208,7 +208,7 @@ class Endpoints:
         answer: Any = parsed.answer(parsed.model or self.settings.names[0], call_ids)
         streamed: Any = StreamedTokens(wanted) if dialect.tokens else StreamedText(wanted)
         if session is None or not any(map(_samples, wanted)):
-            spec = self._spec if session is None else session.conversations.spec
+            spec = self.spec if session is None else session.conversations.spec
             turn: Turn = AloneTurn(spec, shown, streamed.add)
         else:
             again = request.headers.get("x-stainless-retry-count", "0") != "0"
@@ -242,7 +242,7 @@ class Endpoints:
         session = self._access.session_of(request)
         parsed = ANTHROPIC.parse(await self._access.body(request))
         (wanted,) = self._wanted(session, parsed)
-        ids = await sibling(self._spec, self._filtering.shown(wanted)).ids()
+        ids = await sibling(self.spec, self._filtering.shown(wanted)).ids()
         return json_response({"input_tokens": len(ids) // 4})
 
     def _wanted(self, session: OpenSession | None, parsed: Body) -> Sequence[TurnRequest]:

@@ -291,7 +291,7 @@ def logprobs_of(completion: Completion, as_ids: bool = False, start: int = 0) ->
     """
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
-        text = completion._decode([token], False)
+        text = completion.decode([token], False)
         # A part of a character has no text of its own.
         known = list(text.encode()) if "\ufffd" not in text else None
         name = token_text(completion, token, as_ids)
@@ -363,7 +363,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         if self.request.return_routed_experts:
             found["sglext"] = experts_of(completions[0], self.request.routed_experts_start_len)
         if self.scored:
-            decode = completions[0]._decode
+            decode = completions[0].decode
             found["prompt_logprobs"] = by_token(self.scored[0], lambda id_: decode([id_], False))
         return found
 

@@ -209,7 +209,7 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
                     one._replace(others=one.others[: request.prompt_logprobs])
                     for one in self.scored[index // self._count]
                 ],
-                lambda token: completion._decode([token], False),
+                lambda token: completion.decode([token], False),
             )
         if finish:
             choice["matched_stop"] = completion.stop_match
@@ -249,7 +249,7 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
         prompt = prompts[index // self._count]
         if isinstance(prompt, str):
             return prompt
-        return completion._decode(prompt, completion._params.skip_special_tokens)
+        return completion.decode(prompt, completion.params.skip_special_tokens)
 
     def _experts(self, completions: Sequence[Completion]) -> dict[str, Any]:
         if not self.request.return_routed_experts:
@@ -298,15 +298,15 @@ def _offsets(completion: Completion, sent: Sent) -> list[int]:
     before = max(0, sent.tokens - _CONTEXT_TOKENS)
     starts = _starts(completion, completion.output_ids[before:])
     context = completion.output_ids[before : sent.tokens].tolist()
-    skips = completion._params.skip_special_tokens
-    known = len(completion._decode(context, skips).rstrip("\ufffd"))
+    skips = completion.params.skip_special_tokens
+    known = len(completion.decode(context, skips).rstrip("\ufffd"))
     return [sent.text + max(0, at - known) for at in starts[sent.tokens - before : -1]]
 
 
 def _starts(completion: Completion, ids: NDArray[np.int32]) -> list[int]:
     """Return, for each token, the number of characters before it, and at last that of all."""
-    params = msgspec.structs.replace(completion._params, stop=())
-    texts = StreamText(completion._decode, params)
+    params = msgspec.structs.replace(completion.params, stop=())
+    texts = StreamText(completion.decode, params)
     found = [0]
     for token in ids:
         found.append(found[-1] + len(texts.add(TokenChunk(token.tobytes()))()))

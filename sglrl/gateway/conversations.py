@@ -140,7 +140,7 @@ class Conversations:
     @property
     def spec(self) -> SessionSpec:
         """The settings of all turns."""
-        return self._session._spec
+        return self._session.spec
 
     # --- turns ------------------------------------------------------------------------------------
 
@@ -193,7 +193,7 @@ class Conversations:
         Args:
             first: number of its first choice.
         """
-        base = self._session._spec
+        base = self._session.spec
         if request.messages is None or request.prompt is not None:
             spec, after, seen, digest = sibling(base, request), ROOT, None, None
         else:
@@ -210,15 +210,15 @@ class Conversations:
 
         async def sample(number: int, drawn: int) -> Completion:
             session = self._idle.pop(after, None)
-            if session is None or session._spec is not spec:
-                session = self._session._fork(spec)
+            if session is None or session.spec is not spec:
+                session = self._session.fork_with(spec)
             session.seeds.select(*self._session.seeds.path, key, drawn)
             if seen is not None:
                 session.rewrite(seen, after=after)
             on_chunk = partial(on_tokens, first + number, spec)
             completion = await session.generate(**options_of(request, spec, on_chunk))
-            turn = session._place.last
-            self._session._follow(session)
+            turn = session.position.last
+            self._session.follow(session)
             self._idle[turn] = session
             if digest is not None:
                 self._ends[digest.with_answer(message_of(completion))] = spec, turn

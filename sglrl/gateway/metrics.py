@@ -111,7 +111,7 @@ class Metrics:
             self._choices.labels(one.finish_reason).inc()
         self._seconds.observe(now() - began)
         # Without a stream, the first tokens arrive late: workers report several at a time.
-        if requests[0].stream and (first := [one._first for one in completions if one._first]):
+        if requests[0].stream and (first := [one.first_at for one in completions if one.first_at]):
             self._first.observe(min(first) - began)
 
     async def exposition(self, accept: str, running: int, sessions: int) -> tuple[bytes, str]:

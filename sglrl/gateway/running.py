@@ -42,7 +42,7 @@ class Running:
         self, client: Client, settings: Settings, place: ProcessPlace | None = None
     ) -> None:
         self._client = client
-        self._place = place or ProcessPlace()
+        self.position = place or ProcessPlace()
         self._settings = settings
         self._stack = AsyncExitStack()
 
@@ -56,20 +56,20 @@ class Running:
             client,
             expire_after=settings.expire_after,
             most=settings.max_sessions,
-            process=self._place.index,
+            process=self.position.index,
         )
         filtering = Filtering(settings.options, shows_system)
         endpoints = Endpoints(client, self.registry, settings, filtering)
         listener = bound(settings.host, settings.port)
         self.url = settings.url(listener.getsockname()[1])
         app: Any = endpoints.app
-        if self._place.sockets:
+        if self.position.sockets:
             from .neighbours import Neighbours, unix_listener
 
-            inner = unix_listener(self._place.sockets[self._place.index])
+            inner = unix_listener(self.position.sockets[self.position.index])
             plain = msgspec.structs.replace(settings, tls_cert="", tls_key="")
             await self._stack.enter_async_context(serving(app, plain, inner))
-            neighbours = Neighbours(app, self._place, settings)
+            neighbours = Neighbours(app, self.position, settings)
             app = await self._stack.enter_async_context(neighbours)
         await self._stack.enter_async_context(serving(app, settings, listener))
         # First the running turns end, so that their clients get an answer.
@@ -84,11 +84,11 @@ class Running:
     async def lend(self, session: Session) -> AsyncIterator[None]:
         """Let HTTP requests use a session in the block. At its end, their running turns end."""
         opened = self.registry.add(session)
-        session._address = f"{self.url}/sessions/{opened.id}/v1", opened.key
+        session.address = f"{self.url}/sessions/{opened.id}/v1", opened.key
         try:
             yield
         finally:
-            session._address = None
+            session.address = None
             await self.registry.end(opened)
 
 

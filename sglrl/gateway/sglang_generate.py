@@ -283,7 +283,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return made
 
     def _meta_info(self, index: int, completion: Completion) -> dict[str, Any]:
-        last = completion._chunks[-1].version
+        last = completion.chunks[-1].version
         found: dict[str, Any] = {
             "id": self.ids[index],
             "finish_reason": _finish_of(completion),
@@ -307,7 +307,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         def entry(logprob: float | None, id_: int) -> list[Any]:
             text = self.decoded.get(id_) if self.texts else None
             if text is None and self.texts:
-                text = self.decoded[id_] = completion._decode([id_], False)
+                text = self.decoded[id_] = completion.decode([id_], False)
             return [logprob, id_, text]
 
         rows = list(token_rows(completion))

@@ -64,7 +64,7 @@ class _Choice:
     """The tokens of a choice that have arrived."""
 
     def __init__(self, spec: SessionSpec, request: TurnRequest, began: float) -> None:
-        self._spec = spec
+        self.spec = spec
         self._began = began
         self._params = spec.prepare(dict(request.sampling)).params
         self._top = request.top_logprobs
@@ -92,7 +92,7 @@ class _Choice:
 
     def progress(self) -> Progress:
         found = unfinished(
-            self._spec, self._prompt, self._chunks, self._params, self._top, self._began
+            self.spec, self._prompt, self._chunks, self._params, self._top, self._began
         )
         return Progress(found, self._so_far, self.sent)
 
@@ -125,4 +125,4 @@ def _prompt_of(spec: SessionSpec, request: TurnRequest) -> bytes:
     if request.prompt is not None and not isinstance(request.prompt, str):
         return np.array(request.prompt, "<i4").tobytes()
     # The turn has begun, so its prompt is encoded.
-    return spec._ids or b""
+    return spec.known_ids or b""

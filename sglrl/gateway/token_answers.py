@@ -83,13 +83,13 @@ def tokens_until(completion: Completion, text: str) -> int:
     before, start = "", 0
     while text and start < len(ids) and len(before) <= len(text) + _FRAME:
         stop = start + _BLOCK
-        while (block := completion._decode(ids[start:stop], False)).endswith("\ufffd"):
+        while (block := completion.decode(ids[start:stop], False)).endswith("\ufffd"):
             if stop >= len(ids):
                 break
             stop += 1  # the rest of a character
         if len(before) + len(block) >= len(text) and text in before + block:
             for end in range(start + 1, stop):
-                if text in before + completion._decode(ids[start:end], False):
+                if text in before + completion.decode(ids[start:end], False):
                     return end
             return stop
         before, start = before + block, stop

@@ -200,23 +200,28 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
         resumed_at: output positions at which another worker continued. That worker recomputed the
             KV cache of all earlier tokens with its own weights.
         lora: the name of the adapter, or None.
+        params: the sampling parameters of the call.
+        prompt, chunks, wants_logprobs, top_count, routed_rows, decode: what the call has received,
+            from which the other values are computed.
+        submitted_at, sent_at, first_at, finished_at: times on the driver's clock, in seconds; 0:
+            not yet.
     """
 
     worker: int
     resumed: int
-    _prompt: bytes | Beginning
-    _chunks: Sequence[TokenChunk]
-    _wants_logprobs: bool
-    _top_logprobs: int
-    _submitted: float
-    _sent: float
-    _first: float
-    _finished: float
-    _decode: Decode
-    _params: SamplingParams
+    prompt: bytes | Beginning
+    chunks: Sequence[TokenChunk]
+    wants_logprobs: bool
+    top_count: int
+    submitted_at: float
+    sent_at: float
+    first_at: float
+    finished_at: float
+    decode: Decode
+    params: SamplingParams
     resumed_at: tuple[int, ...] = ()
     lora: str | None = None
-    _routed: RoutedRows | None = None
+    routed_rows: RoutedRows | None = None
 
     @property
     def finish_reason(self) -> str:
@@ -225,28 +230,28 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
         "stop" means an end-of-sequence token, a stop token or a stop string. "abort" means
         ``Client.abort``, ``pause(mode="abort")`` or a weight update with inflight="abort".
         """
-        return self._chunks[-1].finish
+        return self.chunks[-1].finish
 
     @property
     def stop_match(self) -> str | int | None:
         """The stop string or token id that ended the output, if any."""
-        return self._chunks[-1].stop_match
+        return self.chunks[-1].stop_match
 
     @property
     def cached_tokens(self) -> int:
         """Prompt tokens that came from the prefix cache."""
-        return self._chunks[-1].cached_tokens
+        return self.chunks[-1].cached_tokens
 
     @property
     def prompt_tokens(self) -> int:
         """Number of tokens in the prompt."""
-        prompt = self._prompt
+        prompt = self.prompt
         return (prompt.nbytes if isinstance(prompt, Beginning) else len(prompt)) // 4
 
     @cached_property
     def versions(self) -> tuple[VersionSpan, ...]:
         """Spans of the policy version over the output tokens, in order, without gaps."""
-        return version_spans(self._chunks)
+        return version_spans(self.chunks)
 
     @cached_property
     def lora_versions(self) -> tuple[VersionSpan, ...]:
@@ -254,21 +259,21 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
         The spans differ from those of ``versions``. Both versions together identify the policy.
         """
-        return () if self.lora is None else version_spans(self._chunks, lora=True)
+        return () if self.lora is None else version_spans(self.chunks, lora=True)
 
     @cached_property
     def timing(self) -> Timing:
         """Durations of the call. See ``Timing``."""
         return Timing(
-            self._sent - self._submitted,
-            (self._first or self._finished) - self._submitted,
-            self._finished - self._submitted,
+            self.sent_at - self.submitted_at,
+            (self.first_at or self.finished_at) - self.submitted_at,
+            self.finished_at - self.submitted_at,
         )
 
     @cached_property
     def prompt_ids(self) -> NDArray[np.int32]:
         """The tokens of the prompt, int32 [prompt length], read-only."""
-        prompt = self._prompt
+        prompt = self.prompt
         if isinstance(prompt, Beginning):
             return np.frombuffer(prompt.conversation.tokens, "<i4", prompt.nbytes // 4)
         return np.frombuffer(prompt, dtype="<i4")
@@ -276,7 +281,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     @cached_property
     def output_ids(self) -> NDArray[np.int32]:
         """The output tokens, int32 [t], read-only. Includes the stop token or stop string."""
-        return np.frombuffer(b"".join([c.ids for c in self._chunks]), dtype="<i4")
+        return np.frombuffer(b"".join([c.ids for c in self.chunks]), dtype="<i4")
 
     @cached_property
     def logprobs(self) -> NDArray[np.float32] | None:
@@ -287,9 +292,9 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
         penalties, ``logit_bias`` and grammar are applied; top-p, top-k and min-p are not. With
         temperature 0, the values are those of temperature 1.
         """
-        if not self._wants_logprobs:
+        if not self.wants_logprobs:
             return None
-        return np.frombuffer(b"".join([c.logprobs for c in self._chunks]), dtype="<f4")
+        return np.frombuffer(b"".join([c.logprobs for c in self.chunks]), dtype="<f4")
 
     @cached_property
     def top_logprobs(self) -> TopLogprobs | None:
@@ -298,12 +303,12 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
         Their logprobs are of the same distribution as ``logprobs``. A token that could not be drawn
         has the smallest float32.
         """
-        k = self._top_logprobs
+        k = self.top_count
         if not k:
             return None
         return TopLogprobs(
-            np.frombuffer(b"".join([c.top_ids for c in self._chunks]), "<i4").reshape(-1, k),
-            np.frombuffer(b"".join([c.top_logprobs for c in self._chunks]), "<f4").reshape(-1, k),
+            np.frombuffer(b"".join([c.top_ids for c in self.chunks]), "<i4").reshape(-1, k),
+            np.frombuffer(b"".join([c.top_logprobs for c in self.chunks]), "<f4").reshape(-1, k),
         )
 
     @cached_property
@@ -313,7 +318,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
         They are of the same distribution as ``logprobs``. A token that could not be drawn has the
         smallest float32.
         """
-        return given_logprobs(self._chunks, self._params)
+        return given_logprobs(self.chunks, self.params)
 
     @cached_property
     def hidden_states(self) -> NDArray[np.float32] | None:
@@ -322,7 +327,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
         It is after the last norm: the logits are its product with the output embeddings. None
         unless requested with ``return_hidden_states``.
         """
-        return hidden_states(self._chunks, self._params)
+        return hidden_states(self.chunks, self.params)
 
     @cached_property
     def sampling_mask(self) -> SamplingMask | None:
@@ -330,7 +335,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
         Limits (top-p, top-k, min-p), grammar, ``logit_bias`` and ``min_new_tokens`` are applied.
         """
-        return mask_of(self._chunks) if self._params.return_sampling_mask else None
+        return mask_of(self.chunks) if self.params.return_sampling_mask else None
 
     @cached_property
     def routed_experts(self) -> NDArray[Any] | None:
@@ -339,7 +344,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
         Row i is of position ``routed_from + i`` of prompt and output. The last token has no row: no
         forward pass has had it as input. None unless requested.
         """
-        return None if self._routed is None else self._routed.array()
+        return None if self.routed_rows is None else self.routed_rows.array()
 
     @property
     def routed_from(self) -> int:
@@ -347,7 +352,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
         It is 0, and in a later turn of a session the first position without a row in earlier turns.
         """
-        return 0 if self._routed is None else self._routed.start
+        return 0 if self.routed_rows is None else self.routed_rows.start
 
     @cached_property
     def text(self) -> str:
@@ -359,8 +364,8 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
             self.output_ids,
             self.finish_reason,
             self.stop_match,
-            self._decode,
-            self._params,
+            self.decode,
+            self.params,
         )
 
     @property
@@ -392,7 +397,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
     def _repr_html_(self) -> str | None:
         try:
-            prompt = self._decode(self.prompt_ids.tolist(), False)
+            prompt = self.decode(self.prompt_ids.tolist(), False)
             return html(repr(self), [("prompt", prompt), ("sampled", self.text)])
         except InvalidRequest:
             return None

@@ -194,12 +194,12 @@ class GenerationReply:
         begun = self.begun
         if begun is not None:
             resumed += begun.resumed
-            submitted = begun._submitted
+            submitted = begun.submitted_at
             if begun.worker >= 0:
                 # A worker had the begun completion, so its time in the queue is known.
-                sent = begun._sent
+                sent = begun.sent_at
             if len(begun.output_ids):
-                first = begun._first or begun._finished
+                first = begun.first_at or begun.finished_at
         return Completion(
             -1 if worker is None else worker.index,
             resumed,

@@ -198,8 +198,8 @@ class Requests:
         resume = b"" if begun is None else begun.output_ids.tobytes()
         streams = on_chunk is not None
         routed = self._routed(prepared, routed_from)
-        if routed is not None and begun is not None and begun._routed is not None:
-            routed = begun._routed.copy()
+        if routed is not None and begun is not None and begun.routed_rows is not None:
+            routed = begun.routed_rows.copy()
         start, rows = (0, 0) if routed is None else (routed.start, routed.count)
         logprobs, top, priority = options.logprobs, options.top, options.priority
         args = GenerateArgs(
@@ -210,7 +210,7 @@ class Requests:
         future: asyncio.Future[Completion] = self.driver.loop.create_future()
         reply = GenerationReply(self.decode, future, ids, prepared, logprobs, top, on_chunk, routed)
         if begun is not None:
-            reply.chunks, reply.resumed_at = list(begun._chunks), begun.resumed_at
+            reply.chunks, reply.resumed_at = list(begun.chunks), begun.resumed_at
             reply.begun = begun
         call = Call(
             "generate",

@@ -117,7 +117,7 @@ class _RemoteSender:
                         insecure=self._insecure,
                         heartbeat_timeout=self._pool.heartbeat_timeout,
                     )
-        report: UpdateReport = await self._sender._update(weights, request)
+        report: UpdateReport = await self._sender.update_as(weights, request)
         self._pool.weights.set_version(report.version)
         return report
 

@@ -112,7 +112,7 @@ async def play(
     except UsageError:
         raise
     except Exception as error:
-        problem = session._spec.too_long
+        problem = session.spec.too_long
         if problem and not session.turns:
             # Whatever the agent makes of the error of its turn, another attempt cannot succeed.
             raise InvalidRequest(f"the item cannot be sampled: {problem}") from error

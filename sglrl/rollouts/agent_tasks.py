@@ -140,10 +140,10 @@ class AgentTasks:
             if attempt.given_up:
                 raise asyncio.CancelledError
             # Load the tokenizer before the time limit starts.
-            await load(session._spec, attempt.sample.group.index, must=timeout is not None)
+            await load(session.spec, attempt.sample.group.index, must=timeout is not None)
             if timeout is not None:
                 late = functools.partial(self._tasks.abandon, task, _TIMEOUT)
-                session._sampler.limit = attempt.limit = Limit(timeout, late)
+                session.sampler.limit = attempt.limit = Limit(timeout, late)
             trajectory = await play(
                 self._play, session, attempt.sample.group.item, attempt.limit, self._gateway
             )

@@ -191,7 +191,7 @@ class AgentWorker(Actor):
             )
             if timeout is not None:
                 late = functools.partial(self._go_on_without, sample)
-                session._sampler.limit = sample.limit = Limit(timeout, late)
+                session.sampler.limit = sample.limit = Limit(timeout, late)
             made = await play(self._agent, session, item, sample.limit, self._gateway)
             _check_metadata(made)
             return self._outcome(DONE, trajectory=record_of(made), oldest=made.oldest_versions)

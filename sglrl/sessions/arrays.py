@@ -52,7 +52,7 @@ def joined_masks(
     Args:
         starts: for each turn, the position at which its tokens begin.
     """
-    if not any(turn._params.return_sampling_mask for turn in turns):
+    if not any(turn.params.return_sampling_mask for turn in turns):
         return None
     lengths = np.zeros(size, np.int64)
     ids = [np.zeros(0, np.int32)]
@@ -68,7 +68,7 @@ def routed_stop(path: Sequence[Completion]) -> int:
     """Return the number of routed experts' rows, from position 0 on, in the turns of a path."""
     stop = 0
     for turn in path:
-        rows = turn._routed
+        rows = turn.routed_rows
         if rows is not None and rows.start <= stop:
             stop = max(stop, rows.stop)
     return stop

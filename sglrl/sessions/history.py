@@ -111,8 +111,8 @@ class History:
         if not prompt.startswith(held.tokens):
             held = Conversation()
         held.tokens = prompt
-        force_setattr(completion, "_prompt", Beginning(held, len(prompt)))
-        sampled = b"".join([chunk.ids for chunk in completion._chunks])
+        force_setattr(completion, "prompt", Beginning(held, len(prompt)))
+        sampled = b"".join([chunk.ids for chunk in completion.chunks])
         grows = place.last != ROOT and prompt.startswith(place.tokens)
         turn = self._tree.add(prompt, sampled, place.last if grows else None)
         parent, start = self._tree.parent(turn), place.prompt_bytes
@@ -224,7 +224,7 @@ class History:
         return said is not None and call in [made.id for made in said.tool_calls]
 
     def _conversation(self, turn: int) -> Conversation:
-        prompt = self.turns[turn]._prompt
+        prompt = self.turns[turn].prompt
         return prompt.conversation if isinstance(prompt, Beginning) else Conversation()
 
 

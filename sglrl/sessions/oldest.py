@@ -31,7 +31,7 @@ def oldest_of_turns(turns: Iterable[Completion]) -> dict[str, int]:
     found: dict[str, int] = {}
     for turn in turns:
         lora = turn.lora
-        for chunk in turn._chunks:
+        for chunk in turn.chunks:
             if chunk.ids:
                 found[MODEL] = min(chunk.version, found.get(MODEL, chunk.version))
                 if lora is not None:

@@ -55,7 +55,7 @@ class Session:
         *,
         shared: Shared | None = None,
     ) -> None:
-        self._spec = spec
+        self.spec = spec
         self._gate = gate
         self._on_turn = on_turn
         """Called after each turn with the bytes of its prompt, the number of cached prompt tokens,
@@ -64,9 +64,9 @@ class Session:
         self._is_fork = shared is not None
         self._shared = shared or Shared(History(spec.reward_weights), spec.metadata)
         self._history = self._shared.history
-        self._sampler = TurnSampler(spec, self._shared, gate)
-        self._place = beginning(Dialogue(spec.messages, spec.begun))
-        self._address: tuple[str, str] | None = None
+        self.sampler = TurnSampler(spec, self._shared, gate)
+        self.position = beginning(Dialogue(spec.messages, spec.begun))
+        self.address: tuple[str, str] | None = None
         """URL and key with which HTTP requests select this session."""
         self._beginning: list[Message] | None = None
         """The messages with which ``rewrite`` has begun a new conversation; None: the spec's."""
@@ -88,8 +88,7 @@ class Session:
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
-            "a session stays in the process of its client and cannot be pickled or copied; give "
-            "the other process client.address, and call sglrl.connect(address) there"
+            "a session stays in the process of its client and cannot be pickled or copied"
         )
 
     def close(self) -> None:
@@ -97,9 +96,9 @@ class Session:
 
         The forks of a session are closed with it. Closing a fork closes no other session.
         """
-        self._sampler.closed = True
+        self.sampler.closed = True
         if self._is_fork:
-            self._sampler.end_turn()
+            self.sampler.end_turn()
         else:
             self._shared.close()
 
@@ -127,9 +126,9 @@ class Session:
         return self._http()[1]
 
     def _http(self) -> tuple[str, str]:
-        if self._address is None:
+        if self.address is None:
             raise UsageError("this session cannot be used over HTTP: pass gateway=True to rollout")
-        return self._address
+        return self.address
 
     def fork(self) -> Session:
         """Return a session that goes on from the same place.
@@ -142,22 +141,22 @@ class Session:
             UsageError: a turn is being sampled.
         """
         self._check_idle("fork")
-        made = self._fork(self._spec)
-        made._place = self._place
+        made = self.fork_with(self.spec)
+        made.position = self.position
         made._beginning = self._beginning
         made._pending = self._pending[:]
         return made
 
-    def _follow(self, fork: Session) -> None:
+    def follow(self, fork: Session) -> None:
         """Go on after the last turn of a fork, unless a turn of this session is being sampled."""
-        if not self._sampler.busy:
-            self._place = fork._place
+        if not self.sampler.busy:
+            self.position = fork.position
 
-    def _fork(self, spec: SessionSpec) -> Session:
+    def fork_with(self, spec: SessionSpec) -> Session:
         """Return a fork that begins a conversation of its own, with its own spec."""
         made = Session(spec, self._gate, self._on_turn, self.seeds.fork(), shared=self._shared)
-        made._sampler.limit = self._sampler.limit
-        made._sampler.closed = self._sampler.closed
+        made.sampler.limit = self.sampler.limit
+        made.sampler.closed = self.sampler.closed
         return made
 
     # --- turns ------------------------------------------------------------------------------------
@@ -192,18 +191,18 @@ class Session:
             Overloaded, DeadlineExceeded, WorkerLost, EngineError: as for ``Client.generate``. The
                 session is then unchanged, and the turn may be tried again.
         """
-        self._spec.requests.check_top(top_logprobs)
+        self.spec.requests.check_top(top_logprobs)
         prepared = self._prepared(dict(values))
-        await self._sampler.begin()
+        await self.sampler.begin()
         try:
             choice = tool_choice, parallel_tool_calls
             return await self._turn(prepared, choice, top_logprobs, on_chunk)
         except Closed:
             shared = self._shared
-            shared.refused = shared.refused or not self._sampler.has_closed
+            shared.refused = shared.refused or not self.sampler.has_closed
             raise
         finally:
-            self._sampler.end()
+            self.sampler.end()
             self._taken = 0
 
     async def _turn(
@@ -215,26 +214,26 @@ class Session:
     ) -> Completion:
         """Sample a turn, and keep it."""
         self._taken = len(self._pending)
-        place, observed = self._place, self._pending[: self._taken]
+        place, observed = self.position, self._pending[: self._taken]
         if place.begins:
             place, observed = await opened(
-                self._spec, self._history, place, self._beginning, observed
+                self.spec, self._history, place, self._beginning, observed
             )
         dialogue, before = place.dialogue, place.tokens
         observed_ids = [item for item in observed if isinstance(item, bytes)]
         if len(observed_ids) == len(observed):
             ids = b"".join([before, *observed_ids])
         else:
-            await load_tokenizer(self._spec.requests.box)
+            await load_tokenizer(self.spec.requests.box)
             # Tokenize in a thread, so that the event loop is not blocked.
             end = None if place.begins else self._history.end_token(place.last)
-            arguments = self._spec, observed, before, dialogue, end, self._history.said(place)
+            arguments = self.spec, observed, before, dialogue, end, self._history.said(place)
             ids, dialogue = await in_thread(encode_observations, *arguments)
-        prepared = await self._spec.with_grammar(prepared, *choice, ids)
+        prepared = await self.spec.with_grammar(prepared, *choice, ids)
         begin = 0
         if prepared.params.return_routed_experts and ids.startswith(place.tokens):
-            begin = max(self._spec.routed_from, self._history.routed(place))
-        completion = await self._sampler.sample(ids, prepared, top_logprobs, on_chunk, begin)
+            begin = max(self.spec.routed_from, self._history.routed(place))
+        completion = await self.sampler.sample(ids, prepared, top_logprobs, on_chunk, begin)
         await self._keep(place, ids, completion, dialogue)
         return completion
 
@@ -243,27 +242,27 @@ class Session:
         values = turn_values(values)
         seed = values.get("seed")
         if seed is None:
-            seed = self._spec.prepared.seed
+            seed = self.spec.prepared.seed
         if seed is not None:
             values["seed"] = self.seeds.of_turn(seed)
-        return self._spec.prepare(values) if values else self._spec.prepared
+        return self.spec.prepare(values) if values else self.spec.prepared
 
     async def _keep(
         self, place: Position, ids: bytes, completion: Completion, dialogue: Dialogue
     ) -> None:
         """Record a finished turn. A failed turn records nothing."""
-        chunks = completion._chunks
+        chunks = completion.chunks
         said = None
-        if (renderer := self._spec.renderer) is not None:
+        if (renderer := self.spec.renderer) is not None:
             tokens = b"".join([ids, *[chunk.ids for chunk in chunks]])
             number = self._shared.number_turn()
             said = await in_thread(parsed, renderer, tokens, dialogue, number)
             completion.__dict__["message"] = said
         del self._pending[: self._taken]
-        self._place = self._history.keep(place, self._spec, ids, completion, dialogue, said)
+        self.position = self._history.keep(place, self.spec, ids, completion, dialogue, said)
         self.seeds.turn_ended()
         if self._on_turn is not None:
-            new = len(self._place.tokens) - len(ids)
+            new = len(self.position.tokens) - len(ids)
             self._on_turn(len(ids), chunks[-1].cached_tokens, new)
 
     async def run_tools(
@@ -330,15 +329,15 @@ class Session:
                 the messages, ``generate`` raises.
             UsageError: messages cannot follow the prompt.
         """
-        new = as_observation(what, self._spec.vocab_size)
+        new = as_observation(what, self.spec.vocab_size)
         waiting = self._pending[self._taken :]
         if isinstance(new, list):
-            if not self._place.takes_messages(self._spec.promptless):
+            if not self.position.takes_messages(self.spec.promptless):
                 raise UsageError("this session began without messages: observe text or token ids")
             if waiting and isinstance(waiting[-1], list):
                 new = [*self._pending.pop(), *new]
-            elif self._place.begins and not self._sampler.busy:
-                check_messages_first(self._place, waiting)
+            elif self.position.begins and not self.sampler.busy:
+                check_messages_first(self.position, waiting)
         if new:
             self._pending.append(new)
 
@@ -354,11 +353,11 @@ class Session:
             UsageError: the conversation has fewer turns, or a turn is being sampled.
         """
         self._check_idle("go_back")
-        path = self._history.path(self._place.last)
+        path = self._history.path(self.position.last)
         if isinstance(turns, bool) or not isinstance(turns, int) or not 0 < turns <= len(path):
             raise UsageError(f"this conversation has {len(path)} turns: cannot go {turns!r} back")
         self._pending.clear()
-        self._place = self._history.before(path[-turns])
+        self.position = self._history.before(path[-turns])
 
     def rewrite(self, messages: Sequence[Message], *, after: int | None = None) -> None:
         """Replace the conversation, for example by a shorter one. The next turn goes on from it.
@@ -376,22 +375,22 @@ class Session:
             UsageError: the session began without messages, or a turn is being sampled.
         """
         self._check_idle("rewrite")
-        if not self._place.takes_messages(self._spec.promptless):
+        if not self.position.takes_messages(self.spec.promptless):
             raise UsageError("this session began without messages")
         new: list[Message] = [dict(m) for m in check_conversation(list(messages))]
         self._pending.clear()
         turn = self._history.find(new) if after is None else after
         if turn == ROOT:
             self._beginning = new
-            self._place = beginning(Dialogue(new))
+            self.position = beginning(Dialogue(new))
             return
-        self._place = self._history.after(turn)
+        self.position = self._history.after(turn)
         rest = new[self._history.message_count(turn) :]
         if rest:
             self._pending.append(rest)
 
     def _check_idle(self, name: str) -> None:
-        if self._sampler.busy:
+        if self.sampler.busy:
             raise UsageError(f"a turn of this session is being sampled; await it before {name}")
 
     def unobserve(self) -> None:
@@ -419,14 +418,14 @@ class Session:
             UsageError: no turn was sampled, or none has this call, or a value is not finite.
         """
         id_ = call.id if isinstance(call, ToolCall) else call or ""
-        self._history.reward(self._place.last, value, name, id_, False)
+        self._history.reward(self.position.last, value, name, id_, False)
 
     # --- state ------------------------------------------------------------------------------------
 
     @property
     def ids(self) -> NDArray[np.int32]:
         """All tokens up to the end of the last turn, int32. Empty before the first turn."""
-        return np.frombuffer(self._place.tokens, "<i4")
+        return np.frombuffer(self.position.tokens, "<i4")
 
     @property
     def turns(self) -> list[Completion]:
@@ -461,15 +460,15 @@ class Session:
         number of tokens is not known yet.
         """
         observed = sum([len(item) for item in self._pending if isinstance(item, bytes)])
-        used = (len(self._place.tokens) + observed) // 4
-        return max(0, self._spec.max_tokens - used)
+        used = (len(self.position.tokens) + observed) // 4
+        return max(0, self.spec.max_tokens - used)
 
     @property
     def text(self) -> str:
         """The text of all tokens after the prompt, including special tokens."""
-        place = self._place
+        place = self.position
         ids = np.frombuffer(place.tokens[place.prompt_bytes :], "<i4").tolist()
-        return self._spec.requests.decode(ids, False)
+        return self.spec.requests.decode(ids, False)
 
     def trajectory(self, reward: RewardValue | None = None) -> Trajectory:
         """Return the trajectory of the session, for a trainer.
@@ -485,7 +484,7 @@ class Session:
             UsageError: no turn was sampled.
         """
         if reward is not None:
-            self._history.reward(self._place.last, reward, "", "", True)
+            self._history.reward(self.position.last, reward, "", "", True)
         if not self._history.turns:
             raise UsageError("no turn was sampled, so there is no trajectory")
         return self._history.trajectory(

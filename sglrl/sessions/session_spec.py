@@ -147,9 +147,10 @@ class SessionSpec:
         self.max_tokens = min(info.max_total_tokens, info.max_prompt_tokens + 1)
         """The largest number of tokens of a prompt and its output together."""
         self._lock: asyncio.Lock | None = None
-        self._ids: bytes | None = None
+        self.known_ids: bytes | None = None
+        """The prompt as int32 bytes, once it is encoded."""
         if input_ids is not None:
-            self._ids = check_ids(input_ids, info.vocab_size)
+            self.known_ids = check_ids(input_ids, info.vocab_size)
 
     @classmethod
     def of(
@@ -226,13 +227,13 @@ class SessionSpec:
     def with_ids(self, ids: TokenIds) -> SessionSpec:
         """Return a copy whose prompt is given tokens. Its messages decide how turns are parsed."""
         made = copy(self)
-        made._ids = check_ids(ids, self.vocab_size)
+        made.known_ids = check_ids(ids, self.vocab_size)
         return made
 
     @property
     def too_long(self) -> str:
         """Say that the encoded prompt leaves no room for a response; "" if it does."""
-        size = 0 if self._ids is None else len(self._ids) // 4
+        size = 0 if self.known_ids is None else len(self.known_ids) // 4
         if size < self.max_tokens:
             return ""
         info = self.requests.info
@@ -269,20 +270,20 @@ class SessionSpec:
             _, (ids,) = await self.requests.encode_prompts(None, None, messages, self.template)
             await self._find_renderer(messages, ids)
             return ids
-        if self._ids is None:
+        if self.known_ids is None:
             if self._lock is None:
                 self._lock = asyncio.Lock()
             async with self._lock:
-                if self._ids is None:
+                if self.known_ids is None:
                     several, prompts = await self.requests.encode_prompts(
                         self._prompt, None, self._given, self._given_template
                     )
                     if several:
                         raise InvalidRequest("a session has one prompt, got a list")
                     await self._find_renderer(None if self.begun else self.messages, prompts[0])
-                    (self._ids,) = prompts
-        await self._find_renderer(None, self._ids)
-        return self._ids
+                    (self.known_ids,) = prompts
+        await self._find_renderer(None, self.known_ids)
+        return self.known_ids
 
     async def encode_text(self, text: str) -> bytes:
         """Return the token ids of a text that is a prompt, int32 bytes."""

@@ -201,7 +201,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         version = -1
         word = _NO_VERSION
         at = 0
-        ended = turns[0]._submitted if turns else 0.0
+        ended = turns[0].submitted_at if turns else 0.0
         for start, completion, (reward, named) in zip(starts, turns, rewards, strict=True):
             gap = start - at
             if gap:
@@ -209,7 +209,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
                 logprobs.append(bytes(4 * gap))
                 versions.append(_NO_VERSION * gap)
                 at = start
-            for chunk in completion._chunks:
+            for chunk in completion.chunks:
                 new = len(chunk.ids) // 4
                 if not new:
                     continue
@@ -217,10 +217,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
                     version = chunk.version
                     word = version.to_bytes(4, "little")
                 mask.append(b"\1" * new)
-                logprobs.append(chunk.logprobs if completion._wants_logprobs else _NAN * new)
+                logprobs.append(chunk.logprobs if completion.wants_logprobs else _NAN * new)
                 versions.append(word * new)
                 at += new
-            last = completion._chunks[-1]
+            last = completion.chunks[-1]
             marked.append(
                 Turn(
                     start=start,
@@ -231,13 +231,13 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
                     cached_tokens=last.cached_tokens,
                     prompt_tokens=prompt_tokens + start,
                     resumed=completion.resumed,
-                    seconds=completion._finished - completion._submitted,
-                    seconds_before=completion._submitted - ended,
+                    seconds=completion.finished_at - completion.submitted_at,
+                    seconds_before=completion.submitted_at - ended,
                     rewards=named,
                     lora=completion.lora or "",
                 )
             )
-            ended = completion._finished
+            ended = completion.finished_at
         if size > at:
             mask.append(bytes(size - at))
             logprobs.append(bytes(4 * (size - at)))

@@ -132,7 +132,7 @@ class TurnSampler:
         deadline = None if spec.timeout is None else deadline_from(spec.timeout)
         options = CallOptions(True, top_logprobs, None, deadline, spec.priority, None, spec.lora)
         completion = None
-        while completion is None or completion._chunks[-1].finish == "abort":
+        while completion is None or completion.chunks[-1].finish == "abort":
             if self.has_closed:
                 raise Closed("the session was closed")
             if completion is None or not len(completion.output_ids):
@@ -159,7 +159,7 @@ class TurnSampler:
                 raise
             if not self.continues:
                 break
-        first = next((chunk for chunk in completion._chunks if chunk.ids), None)
+        first = next((chunk for chunk in completion.chunks if chunk.ids), None)
         if first is not None:
             own = {spec.lora: first.lora_version} if spec.lora else {}
             self._shared.sampled({MODEL: first.version, **own})

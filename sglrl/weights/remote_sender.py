@@ -281,9 +281,9 @@ class Sender:
             wait=wait,
             check_finite=check_finite,
         )
-        return await self._update(weights, request)
+        return await self.update_as(weights, request)
 
-    async def _update(self, weights: Any, request: UpdateRequest) -> UpdateReport:
+    async def update_as(self, weights: Any, request: UpdateRequest) -> UpdateReport:
         """Run ``update`` with a request that was created at the time of the call."""
         from .bucket_sender import Payload
         from .tensor_source import take

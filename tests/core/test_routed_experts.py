@@ -37,7 +37,7 @@ def received(*parts: Any, start: int = 0) -> RoutedRows:
 
 def completion(rows: RoutedRows | None) -> Completion:
     values = 0, 0, i4([1]), [TokenChunk(i4([2]))], True, 0, 1.0, 1.0, 2.0, 3.0, decode_bytes
-    return Completion(*values, SamplingParams(), _routed=rows)
+    return Completion(*values, SamplingParams(), routed_rows=rows)
 
 
 def test_a_completion_joins_the_rows_of_its_chunks() -> None:

@@ -42,16 +42,16 @@ def completion_of(
         stop_match=match,
         cached_tokens=cached,
     )
-    times: Any = dict.fromkeys(("_submitted", "_sent", "_first", "_finished"), 0.0)
+    times: Any = dict.fromkeys(("submitted_at", "sent_at", "first_at", "finished_at"), 0.0)
     made = Completion(
         worker=0,
         resumed=0,
-        _prompt=np.arange(5, dtype="<i4").tobytes(),
-        _chunks=[chunk],
-        _wants_logprobs=False,
-        _top_logprobs=0,
-        _decode=lambda ids, skip: "",
-        _params=SamplingParams(),
+        prompt=np.arange(5, dtype="<i4").tobytes(),
+        chunks=[chunk],
+        wants_logprobs=False,
+        top_count=0,
+        decode=lambda ids, skip: "",
+        params=SamplingParams(),
         **times,
     )
     made.__dict__["message"] = message

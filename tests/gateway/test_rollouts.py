@@ -72,7 +72,7 @@ async def test_trajectories_have_routed_experts(client: sglrl.Client) -> None:
     async def agent(session: sglrl.Session, item: int) -> float:
         await ask(session.base_url, session.api_key, 3)
         begins = [turn.routed_from for turn in session.turns]
-        assert begins == [0, *(turn._routed.stop for turn in session.turns[:-1])]  # type: ignore[union-attr]
+        assert begins == [0, *(turn.routed_rows.stop for turn in session.turns[:-1])]  # type: ignore[union-attr]
         return 1.0
 
     wanted: Any = {"max_new_tokens": 4, "return_routed_experts": True}
@@ -140,7 +140,7 @@ async def test_seeds_repeat(client: sglrl.Client) -> None:
 
         async def agent(session: sglrl.Session, item: int, seeds: Any = seeds) -> float:
             await ask(session.base_url, session.api_key, 2)
-            seeds += [turn._params.seed for turn in session.turns]
+            seeds += [turn.params.seed for turn in session.turns]
             return 0.0
 
         async with sglrl.rollout(

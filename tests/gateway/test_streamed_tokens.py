@@ -80,14 +80,14 @@ async def streamed(
             version=held.version or (chunks[-1].version if chunks else 0),
         )
         chunks.append(last)
-        prompt = np.frombuffer(specs[index]._ids, "<i4").tolist()
+        prompt = np.frombuffer(specs[index].known_ids, "<i4").tolist()
         values: Any = dict(wanted[index].sampling)
         one = completion(
             [], chunks=chunks, prompt=prompt, decode=box.decode, top=wanted[index].top_logprobs,
             **values,
         )  # fmt: skip
         assert one.text == cut_text(
-            one.output_ids, last.finish, last.stop_match, box.decode, one._params
+            one.output_ids, last.finish, last.stop_match, box.decode, one.params
         )
         made.append(one)
     order = [index for index, chunks in enumerate(pieces) for _ in chunks]

@@ -428,7 +428,7 @@ def test_close_of_a_blocking_client_ends_calls_of_other_threads() -> None:
     ends: list[type[BaseException]] = []
 
     with sglrl.blocking("fake", engine="fake", tokens_per_step=1, step_seconds=0.01) as client:
-        client.source._tokenizer_box._tokenizer = tokenizer
+        client.source.tokenizer_box._tokenizer = tokenizer
 
         def call(**values: Any) -> None:
             try:

@@ -192,7 +192,7 @@ async def test_a_turn_that_went_on_is_one_from_its_beginning(client: sglrl.Clien
     before = now()
     assert await client.abort() == 1
     made = await turn
-    assert made._submitted < before
+    assert made.submitted_at < before
     assert made.resumed == 1
     assert made.timing.queued <= made.timing.first_token <= made.timing.total
     (told,) = session.trajectory(1.0).turns

@@ -38,7 +38,7 @@ async def two_turns(session: sglrl.Session, item: dict[str, Any]) -> float:
 
 async def of_now(session: sglrl.Session, item: dict[str, Any]) -> sglrl.Trajectory:
     """Run ``two_turns``, and give the tokens the weights' version, as a real engine does."""
-    version = session._spec.requests.weights.version
+    version = session.spec.requests.weights.version
     reward = await two_turns(session, item)
     made = session.trajectory(reward)
     return made.replace(versions=np.where(made.loss_mask, version, -1))

@@ -112,7 +112,7 @@ async def test_running_samples_of_an_adapter_become_too_old(
             (tmp_path / "continued").touch()
         # The weights of a fake engine are always of version 0.
         made = session.trajectory(1.0)
-        version = session._spec.requests.weights.version
+        version = session.spec.requests.weights.version
         return made.replace(versions=np.where(made.loss_mask, version, -1))
 
     run = sglrl.rollout(
@@ -138,7 +138,7 @@ async def test_a_conversation_may_have_turns_of_several_adapters(client: sglrl.C
 
     async def agent(session: sglrl.Session, item: Any) -> float:
         await session.generate(max_new_tokens=2)
-        fork = session._fork(session._spec.sibling(lora="y", input_ids=[5]))
+        fork = session.fork_with(session.spec.sibling(lora="y", input_ids=[5]))
         await fork.generate(max_new_tokens=2)
         session.reward(1.0)
         for _ in range(2):

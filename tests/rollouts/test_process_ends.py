@@ -27,7 +27,7 @@ async def test_the_pools_end_ends_the_run() -> None:
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
         while True:
             await session.generate(max_new_tokens=2)
-            session = Session(SessionSpec(session._spec.requests, input_ids=[1]))
+            session = Session(SessionSpec(session.spec.requests, input_ids=[1]))
 
     async with sglrl.launch("fake", **FAKE) as client:
         run = sglrl.rollout(client, agent, SOME_ITEMS, processes=2, retries=1000)

@@ -53,7 +53,7 @@ async def test_samples_that_begin_behind_an_update_are_not_stale(client: sglrl.C
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> sglrl.Trajectory:
         await session.generate(max_new_tokens=2)
         made = session.trajectory(1.0)
-        version = session._spec.requests.weights.version
+        version = session.spec.requests.weights.version
         return made.replace(versions=np.where(made.loss_mask, version, -1))
 
     endless = (SOME_ITEMS[i % 24] for i in range(10**9))
@@ -72,7 +72,7 @@ async def test_it_is_bounded_how_far_they_run_ahead(client: sglrl.Client, tmp_pa
         (tmp_path / str(item["id"])).touch()
         await session.generate(max_new_tokens=2)
         made = session.trajectory(1.0)
-        version = session._spec.requests.weights.version
+        version = session.spec.requests.weights.version
         return made.replace(versions=np.where(made.loss_mask, version, -1))
 
     run = sglrl.rollout(client, agent, SOME_ITEMS, batch_size=4, max_staleness=1, processes=2)

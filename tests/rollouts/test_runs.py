@@ -221,7 +221,7 @@ async def test_every_try_has_a_seed_of_its_own(client: sglrl.Client) -> None:
 
     async def agent(session: sglrl.Session, item: Any) -> float:
         turn = await session.generate(max_new_tokens=2)
-        seeds[session.metadata["sample"]].append(turn._params.seed or 0)
+        seeds[session.metadata["sample"]].append(turn.params.seed or 0)
         if session.metadata["sample"]:
             raise ValueError("this one never works")
         return 1.0

@@ -81,7 +81,7 @@ async def seeds_of(
         # Forks of forks begin in any order.
         more = [fork.fork() for fork in chance.sample(forks, 3)]
         await asyncio.gather(*map(sample, chance.sample(more, 3)))
-        session.metadata["seeds"] = sorted(made._params.seed or 0 for made in session.turns)
+        session.metadata["seeds"] = sorted(made.params.seed or 0 for made in session.turns)
         return 0.0
 
     values_of_run = {"group_size": 3, "concurrency": number, "processes": processes, **run}
@@ -105,7 +105,7 @@ async def test_the_more_specific_seed_holds(client: sglrl.Client) -> None:
     async def agent(session: sglrl.Session, item: Any) -> float:
         given = {} if item["turn"] is None else {"seed": item["turn"]}
         turn = await session.generate(max_new_tokens=2, **given)
-        session.metadata["seed"] = turn._params.seed
+        session.metadata["seed"] = turn.params.seed
         return 0.0
 
     async def first(turn: int | None, **values: Any) -> int:
@@ -126,7 +126,7 @@ async def test_a_session_by_itself(client: sglrl.Client) -> None:
             forks = [session.fork() for _ in range(4)]
             for fork in [session, *forks]:
                 await fork.generate(max_new_tokens=2)
-            return [turn._params.seed for turn in session.turns]
+            return [turn.params.seed for turn in session.turns]
 
     found = await seeds(seed=7)
     assert found[0] == 7, "the first turn is that of a single call"
@@ -144,16 +144,16 @@ async def test_a_session_by_itself(client: sglrl.Client) -> None:
 async def test_a_turn_that_failed_keeps_its_seed(client: sglrl.Client) -> None:
     async with client.session(input_ids=PROMPT, seed=7, timeout=30) as session:
         await session.generate(max_new_tokens=2)
-        session._spec.timeout = 0.0
+        session.spec.timeout = 0.0
         with pytest.raises(sglrl.DeadlineExceeded):
             await session.generate(max_new_tokens=2)
-        session._spec.timeout = 30.0
+        session.spec.timeout = 30.0
         await session.generate(max_new_tokens=2)
-        first, second = (turn._params.seed for turn in session.turns)
+        first, second = (turn.params.seed for turn in session.turns)
     async with client.session(input_ids=PROMPT, seed=7) as session:
         await session.generate(max_new_tokens=2)
         await session.generate(max_new_tokens=2)
-        assert [first, second] == [turn._params.seed for turn in session.turns]
+        assert [first, second] == [turn.params.seed for turn in session.turns]
 
 
 @pytest.mark.parametrize("where", ["request", "rollout"])
@@ -175,7 +175,7 @@ async def test_agents_that_speak_http(client: sglrl.Client, where: str) -> None:
             asks: list[Any] = [("a", 3), ("a", 1), ("b", 2), ("c", 1), ("d", 1), ("d", 1)]
             random.Random(item["order"]).shuffle(asks)
             await asyncio.gather(*[ask(text, n=n) for text, n in asks])
-        session.metadata["seeds"] = sorted(turn._params.seed or 0 for turn in session.turns)
+        session.metadata["seeds"] = sorted(turn.params.seed or 0 for turn in session.turns)
         return 0.0
 
     async def seeds(order: int) -> list[list[int]]:
@@ -215,7 +215,7 @@ async def test_choices_of_http_requests_without_a_session(client: sglrl.Client) 
             for n, seed in given
         ]
         made = await AloneTurn(base, requests, lambda *_: None).result()
-        return [completion._params.seed for completion in made]
+        return [completion.params.seed for completion in made]
 
     found = await seeds((3, 7), (3, 7))
     assert found[0] == 7

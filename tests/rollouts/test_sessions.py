@@ -108,7 +108,7 @@ async def test_tokenizers_that_give_no_lists(client: sglrl.Client, kind: Any) ->
         def __call__(self, texts: list[str], **options: Any) -> dict[str, Any]:
             return {"input_ids": [kind([*text.encode()]) for text in texts]}
 
-    client._tokenizer_box._tokenizer = Tokenizer()
+    client.tokenizer_box._tokenizer = Tokenizer()
     session = client.session("ab", max_new_tokens=1)
     await session.generate()
     session.observe("cd")
@@ -210,7 +210,7 @@ async def test_observations_during_encoding_come_after_the_turn(
         await encoded.wait()
         return np.array([1, 2], "<i4").tobytes()
 
-    monkeypatch.setattr(session._spec, "ids", slow_ids)
+    monkeypatch.setattr(session.spec, "ids", slow_ids)
     session.observe([3])
     turn = asyncio.ensure_future(session.generate())
     await begun.wait()

@@ -95,7 +95,7 @@ async def test_seeds_of_forks_differ(client: sglrl.Client) -> None:
             forks = [session, session.fork(), session.fork(), session.fork().fork()]
             for _ in range(2):
                 turns = await asyncio.gather(*[fork.generate(max_new_tokens=2) for fork in forks])
-                seeds.update(turn._params.seed or 0 for turn in turns)
+                seeds.update(turn.params.seed or 0 for turn in turns)
             return 0.0
 
         items = [{"input_ids": PROMPT}, {"input_ids": PROMPT}]

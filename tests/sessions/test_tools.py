@@ -66,8 +66,8 @@ def scripted(client: sglrl.Client, monkeypatch: pytest.MonkeyPatch) -> Any:
     def make(*turns: Sequence[sglrl.ToolCall]) -> sglrl.Session:
         monkeypatch.setattr(session_module, "parsed", Script(turns))
         session = client.session(messages=ASK, max_new_tokens=2)
-        session._spec.renderer = NoBridge()  # type: ignore[assignment]
-        session._spec._searched = True
+        session.spec.renderer = NoBridge()  # type: ignore[assignment]
+        session.spec._searched = True
         return session
 
     return make

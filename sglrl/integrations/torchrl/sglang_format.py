@@ -114,7 +114,7 @@ def result(completion: Completion, return_text: bool) -> dict[str, Any]:
         ]
     given = completion.token_ids_logprobs
     if given is not None:
-        tokens = completion._params.token_ids_logprob
+        tokens = completion.params.token_ids_logprob
         meta["output_token_ids_logprobs"] = [
             [(logprob, int(token), None) for logprob, token in zip(row, tokens, strict=True)]
             for row in given.tolist()
