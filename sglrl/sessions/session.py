@@ -466,8 +466,7 @@ class Session:
     @property
     def text(self) -> str:
         """The text of all tokens after the prompt, including special tokens."""
-        place = self.position
-        ids = np.frombuffer(place.tokens[place.prompt_bytes :], "<i4").tolist()
+        ids = np.frombuffer(self.position.tokens[self.position.prompt_bytes :], "<i4").tolist()
         return self.spec.requests.decode(ids, False)
 
     def trajectory(self, reward: RewardValue | None = None) -> Trajectory:
