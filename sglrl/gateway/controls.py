@@ -112,7 +112,12 @@ class ControlEndpoints:
             ],
             route("/pause", change(self._pause), ["POST"], query=_PAUSE_QUERY),
             *[
-                route(f"/pool/{name}", change(self._operate(spec)), ["POST"], body=spec.fields)
+                route(
+                    f"/pool/{name}",
+                    change(self._operate(spec)),
+                    ["POST"],
+                    body=spec.fields if spec.signature.parameters else None,
+                )
                 for name, spec in public_operations(Client).items()
             ],
         ]

@@ -35,7 +35,8 @@ def states(pool: sglrl.Client | sglrl.ActorHandle) -> list[str]:
 
 async def until(pool: sglrl.Client | sglrl.ActorHandle, wanted: list[str]) -> None:
     while states(pool) != wanted:
-        await pool._pool.driver.change()
+        own = pool.pool if isinstance(pool, sglrl.Client) else pool._pool
+        await own.driver.change()
 
 
 def plain_server() -> fork_server.ForkServer:
