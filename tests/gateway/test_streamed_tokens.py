@@ -58,7 +58,7 @@ async def streamed(
             requests=SimpleNamespace(decode=box.decode),
             lora="",
             prepare=lambda values: SimpleNamespace(params=SamplingParams(**values)),
-            _ids=np.array(found, "<i4").tobytes(),
+            known_ids=np.array(found, "<i4").tobytes(),
         )
         specs += [spec] * turn.choices
     made, wanted = [], [turn for turn in turns for _ in range(turn.choices)]
