@@ -35,15 +35,17 @@ class Operation:
     Attributes:
         name: of the method. It begins with an underscore if users do not call the operation.
         urgent: it is allowed while the client waits for its last calls (``close(drain=True)``).
+        http: the gateway has an endpoint for it.
     """
 
     idempotent: Final = False
     streaming: Final = False
     timeout: Final = None
 
-    def __init__(self, function: Callable[..., Awaitable[Any]], urgent: bool) -> None:
+    def __init__(self, function: Callable[..., Awaitable[Any]], urgent: bool, http: bool) -> None:
         self.name = function.__name__
         self.urgent = urgent
+        self.http = http
         signature = inspect.signature(function)
         self._function = function
         self.signature = signature.replace(parameters=list(signature.parameters.values())[1:])
@@ -133,18 +135,18 @@ class Operation:
 @overload
 def operation(function: _F, /) -> _F: ...
 @overload
-def operation(*, urgent: bool) -> Callable[[_F], _F]: ...
+def operation(*, urgent: bool = False, http: bool = True) -> Callable[[_F], _F]: ...
 
 
-def operation(function: Any = None, /, *, urgent: bool = False) -> Any:
+def operation(function: Any = None, /, *, urgent: bool = False, http: bool = True) -> Any:
     """Declare a method of ``Client`` that runs in the process that launched the pool.
 
     Args:
-        urgent: see ``Operation``.
+        urgent, http: see ``Operation``.
     """
 
     def declare(function: Any) -> Any:
-        spec = Operation(function, urgent)
+        spec = Operation(function, urgent, http)
 
         @functools.wraps(function)
         async def call(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,7 +10,10 @@ from .operations import operation
 
 
 class WorkerMethods(ClientBase):
-    """The methods of ``Client`` that concern its workers."""
+    """The methods of ``Client`` that concern its workers.
+
+    A request over HTTP must not start or stop processes.
+    """
 
     @property
     def workers(self) -> list[WorkerInfo]:
@@ -26,7 +29,7 @@ class WorkerMethods(ClientBase):
         """
         return self.pool.queue
 
-    @operation
+    @operation(http=False)
     async def add_workers(self, n: int = 1) -> list[int]:
         """Start ``n`` more workers with the same arguments.
 
@@ -52,7 +55,7 @@ class WorkerMethods(ClientBase):
         """
         await self._control.part(Pool).full(timeout)
 
-    @operation
+    @operation(http=False)
     async def remove_worker(self, worker: int, *, timeout: float | None = 600.0) -> None:
         """Wait until a worker has finished its calls, then stop it. It receives no new calls.
 

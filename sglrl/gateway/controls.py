@@ -119,6 +119,7 @@ class ControlEndpoints:
                     body=spec.fields if spec.signature.parameters else None,
                 )
                 for name, spec in public_operations(Client).items()
+                if spec.http
             ],
         ]
 
