@@ -88,7 +88,7 @@ class Session:
 
     def __reduce__(self) -> NoReturn:
         raise UsageError(
-            "a session stays in the process of its client and cannot be pickled or copied"
+            "a session cannot be pickled; give client.address, call sglrl.connect(address) there"
         )
 
     def close(self) -> None:

@@ -181,11 +181,14 @@ class Watched:
     def check_answer(self, path: str, answer: Answer) -> None:
         """Check that the status is below 500, and that an error has the form of its API.
 
+        Operations on the pool have a time limit of the request, which may pass (504).
+
         Args:
             path: of the request. "": it is unknown, and an error may have the form of any API.
         """
         self.seen[answer.status] = self.seen.get(answer.status, 0) + 1
-        assert answer.status < 500, (path, answer)
+        late = "/pool/" in path and answer.status == 504
+        assert answer.status < 500 or late, (path, answer)
         if answer.headers.get("content-type") == "text/event-stream":
             assert answer.body.count(b"\n\n"), answer
             # An error after the begin of a stream.

@@ -196,7 +196,7 @@ async def test_choices_of_requests_without_a_session(client: sglrl.Client) -> No
         requests = client.requests
         prepared = requests.samplings.prepare(None, values)
         bodies = [np.array(PROMPT, "<i4").tobytes()] * prompts
-        calls, _ = requests.samples(bodies, n, prepared, False, 0, None, None, 0, None, "")
+        calls, _ = requests.samples(bodies, n, prepared, requests.options())
         decode = msgspec.msgpack.Decoder(SentSampling).decode
         return [decode(call.args.sampling).seed for call in calls]
 
