@@ -155,7 +155,7 @@ async def test_calls_that_got_lost_are_found(
     pair: sglrl.Client, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The worker is healthy and idle, because a call that the driver sent never arrived."""
-    transport = pair._pool.driver.transport
+    transport = pair.pool.driver.transport
     send = transport.send
 
     def lose(peer: bytes, frames: Sequence[bytes]) -> bool:
@@ -260,10 +260,10 @@ async def test_actors_are_not_watched_unless_asked_for() -> None:
 
 
 async def test_closing_while_a_hang_is_dealt_with(pair: sglrl.Client, hang_file: Path) -> None:
-    end_quickly(pair._pool)
+    end_quickly(pair.pool)
     hang(hang_file)
     call = asyncio.ensure_future(pair.generate(**WANTED))
-    monitor = pair._pool._supervisor.monitor
+    monitor = pair.pool._supervisor.monitor
     found = asyncio.Event()
     dump = monitor._dump
 
@@ -279,8 +279,8 @@ async def test_closing_while_a_hang_is_dealt_with(pair: sglrl.Client, hang_file:
 
 
 async def test_beats_of_strangers_are_dropped(pair: sglrl.Client) -> None:
-    monitor = pair._pool._supervisor.monitor
-    driver = pair._pool.driver
+    monitor = pair.pool._supervisor.monitor
+    driver = pair.pool.driver
     (known, _) = monitor._workers
     before = driver.dropped
     for identity, frame in (

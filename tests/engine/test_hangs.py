@@ -140,7 +140,7 @@ async def test_an_engine_that_stops_in_mid_decode(
                 for worker in pair.workers
                 if any(
                     call.stream
-                    for call in pair._pool.driver.fabric.members[worker.id].calls.values()
+                    for call in pair.pool.driver.fabric.members[worker.id].calls.values()
                 )
             )
             os.kill(pair.workers[victim].pid, signal.SIGSTOP)
