@@ -130,7 +130,8 @@ def random_options(rng: random.Random) -> dict[str, Any]:
         if rng.random() < 0.3:
             options["exclude_modules"] = ["layers.0.self_attn." + m for m in ("q_proj", "k_proj")]
             options["target_modules"] = [*modules, "o_proj"]
-    if rng.random() < 0.2:
+    # PEFT takes layers only with a list of modules.
+    if rng.random() < 0.2 and "layers_to_transform" not in options:
         options["target_modules"] = "all-linear"
     return options
 
