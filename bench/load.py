@@ -1,4 +1,4 @@
-"""Closed-loop load: n callers, each of which makes its next call when its last one is answered.
+"""Closed-loop load: n callers. A caller makes its next call when its last call is answered.
 
 Also the clocks that every bench reads: time, CPU time and percentiles.
 """

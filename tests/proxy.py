@@ -20,6 +20,8 @@ class Proxy:
         """Number of connections so far."""
         self.beginnings: dict[int, bytes] = {}
         """The first bytes that were sent to the target on each connection."""
+        self.arrived = asyncio.Event()
+        """Set when bytes for the target arrive. A waiter clears it first."""
         self._open: dict[int, asyncio.Event] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -63,6 +65,7 @@ class Proxy:
             while data := await source.read(1 << 16):
                 if seen is not None and len(self.beginnings[seen]) < 1 << 10:
                     self.beginnings[seen] += data
+                    self.arrived.set()
                 await is_open.wait()
                 sink.write(data)
                 await sink.drain()

@@ -130,11 +130,14 @@ def _hints(function: Callable[..., Any]) -> dict[str, Any]:
         ) from None
 
 
-_endpoints: WeakKeyDictionary[type[Actor], dict[str, EndpointSpec]] = WeakKeyDictionary()
+_endpoints: WeakKeyDictionary[type[Any], dict[str, EndpointSpec]] = WeakKeyDictionary()
 
 
-def endpoints_of(cls: type[Actor]) -> dict[str, EndpointSpec]:
-    """Return the declared endpoints of a class by name. An override must be declared again."""
+def endpoints_of(cls: type[Any]) -> dict[str, EndpointSpec]:
+    """Return the declared endpoints of a class by name. An override must be declared again.
+
+    The class is an actor, or a protocol of endpoints that something else serves.
+    """
     cached = _endpoints.get(cls)
     if cached is not None:
         return cached

@@ -16,12 +16,12 @@ import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 from msgspec import Raw
 
-from ..actors.actor import Actor, EndpointSpec, endpoint, endpoints_of
+from ..actors.actor import EndpointSpec, endpoint, endpoints_of
 from ..config import check_timeout
 from ..core.calls import Call
 from ..core.driver_listener import DriverListener
@@ -143,24 +143,20 @@ class LoraMethods(ClientBase):
         await self._control.part(PoolAdapters).unload(name, timeout)
 
 
-class LoraEndpoints(Actor):
+class LoraEndpoints(Protocol):
     """Endpoints of an engine worker. ``wire/adapters.py`` documents their arguments."""
 
     @endpoint
-    async def lora_part(self) -> None:
-        raise NotImplementedError  # served by the worker's engine
+    async def lora_part(self) -> None: ...
 
     @endpoint
-    async def lora_prepare(self) -> None:
-        raise NotImplementedError  # served by the worker's engine
+    async def lora_prepare(self) -> None: ...
 
     @endpoint
-    async def lora_commit(self) -> float:
-        raise NotImplementedError  # served by the worker's engine
+    async def lora_commit(self) -> float: ...
 
     @endpoint
-    async def lora_keep(self) -> None:
-        raise NotImplementedError  # served by the worker's engine
+    async def lora_keep(self) -> None: ...
 
 
 _SPECS: Final[dict[str, EndpointSpec]] = endpoints_of(LoraEndpoints)

@@ -90,14 +90,10 @@ class Control(Protocol):
         """Return the part of this class. Only operations ask, because they run where it is."""
         ...
 
-    async def ask(
-        self, operation: Operation, arguments: dict[str, Any], limit: float | None
+    async def run(
+        self, operation: Operation, client: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Run an operation in the process that launched the pool.
-
-        Args:
-            limit: seconds until ``DeadlineExceeded``. None: no limit.
-        """
+        """Run an operation of a client in the process that launched the pool."""
         ...
 
 

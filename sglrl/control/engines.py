@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
-from ..actors.actor import Actor, EndpointSpec, endpoint, endpoints_of
+from ..actors.actor import EndpointSpec, endpoint, endpoints_of
 from ..config import check_target, path_of
 from ..errors import UnknownEndpoint, UsageError, WorkerLost
 from ..wire.engine import EngineStats, TensorValue
@@ -26,36 +26,28 @@ class WorkerStats(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineStats
 
 
-class EngineEndpoints(Actor):
+class EngineEndpoints(Protocol):
     """The unary control endpoints of an engine worker, which the worker's mailbox serves."""
 
     @endpoint(idempotent=True)
-    async def stats(self) -> EngineStats:
-        raise NotImplementedError  # served by the worker's engine
+    async def stats(self) -> EngineStats: ...
 
     @endpoint(idempotent=True)
-    async def flush_cache(self) -> bool:
-        raise NotImplementedError  # served by the worker's engine
+    async def flush_cache(self) -> bool: ...
 
     @endpoint(idempotent=True)
-    @operation(urgent=True)
-    async def server_info(self) -> dict[str, Any]:
-        raise NotImplementedError  # served by the worker's engine
+    async def server_info(self) -> dict[str, Any]: ...
 
     @endpoint
     async def start_profile(
         self, folder: str, activities: tuple[str, ...], with_stack: bool, record_shapes: bool
-    ) -> list[str]:
-        raise NotImplementedError  # served by the worker's engine
+    ) -> list[str]: ...
 
     @endpoint
-    @operation(urgent=True)
-    async def stop_profile(self) -> list[str]:
-        raise NotImplementedError  # served by the worker's engine
+    async def stop_profile(self) -> list[str]: ...
 
     @endpoint(idempotent=True)
-    async def get_weights(self, names: list[str]) -> list[TensorValue]:
-        raise NotImplementedError  # served by the worker's engine
+    async def get_weights(self, names: list[str]) -> list[TensorValue]: ...
 
 
 _ENDPOINTS: Final = endpoints_of(EngineEndpoints)

@@ -20,6 +20,7 @@ from typing import Any, Final, Literal, TypeVar, overload
 
 import msgspec
 
+from ..config import check_timeout
 from ..errors import UsageError
 from ..wire.codec import Arguments, Result
 
@@ -33,6 +34,7 @@ class Operation:
     """The schema of one operation.
 
     Attributes:
+        function: the method as it was declared.
         name: of the method. It begins with an underscore if users do not call the operation.
         urgent: it is allowed while the client waits for its last calls (``close(drain=True)``).
         http: the gateway has an endpoint for it.
@@ -47,7 +49,7 @@ class Operation:
         self.urgent = urgent
         self.http = http
         signature = inspect.signature(function)
-        self._function = function
+        self.function = function
         self.signature = signature.replace(parameters=list(signature.parameters.values())[1:])
         self.limited = "timeout" in signature.parameters
 
@@ -55,7 +57,7 @@ class Operation:
 
     @functools.cached_property
     def _hints(self) -> dict[str, Any]:
-        return typing.get_type_hints(self._function)
+        return typing.get_type_hints(self.function)
 
     @functools.cached_property
     def _paths(self) -> frozenset[str]:
@@ -108,13 +110,17 @@ class Operation:
 
         Args:
             default: the timeout of the client, for operations without an own timeout.
+
+        Raises:
+            UsageError: the timeout is not a number of seconds.
         """
         if "drain_timeout" in self.signature.parameters:
             # The phases of an update have limits of their own.
             return None
         if not self.limited:
             return default
-        seconds = arguments.get("timeout", self.signature.parameters["timeout"].default)
+        default = self.signature.parameters["timeout"].default
+        seconds = check_timeout(arguments.get("timeout", default))
         return None if seconds is None else seconds + _MARGIN
 
     @functools.cached_property
@@ -153,10 +159,7 @@ def operation(function: Any = None, /, *, urgent: bool = False, http: bool = Tru
             self._running(urgent=urgent)
             if spec.limited and kwargs.get("timeout", 0) is None:
                 kwargs["timeout"] = self.timeout
-            if self._control.is_local:
-                return await function(self, *args, **kwargs)
-            arguments = spec.bind(args, kwargs)
-            return await self._control.ask(spec, arguments, spec.limit(arguments, self.timeout))
+            return await self._control.run(spec, self, args, kwargs)
 
         setattr(call, _MARK, spec)
         return call

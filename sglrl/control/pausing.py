@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Protocol
 
-from ..actors.actor import Actor, endpoint, endpoints_of
+from ..actors.actor import endpoint, endpoints_of
 from ..config import check_target, check_timeout
 from ..core.driver_listener import DriverListener
 from ..driver.port import PoolPort
@@ -16,7 +16,7 @@ from .engine_calls import ask_all, tell
 from .operations import operation
 
 
-class PauseEndpoints(Actor):
+class PauseEndpoints(Protocol):
     """Endpoints of an engine worker. ``PoolPausing`` calls them, because it tracks the state.
 
     They are not idempotent, so calls are not retried on a replacement worker. ``before_serving``
@@ -24,16 +24,13 @@ class PauseEndpoints(Actor):
     """
 
     @endpoint
-    async def pause(self, mode: str) -> None:
-        raise NotImplementedError  # served by the worker's engine
+    async def pause(self, mode: str) -> None: ...
 
     @endpoint
-    async def resume(self) -> None:
-        raise NotImplementedError  # served by the worker's engine
+    async def resume(self) -> None: ...
 
     @endpoint
-    async def abort(self) -> int:
-        raise NotImplementedError  # served by the worker's engine
+    async def abort(self) -> int: ...
 
 
 _ENDPOINTS = endpoints_of(PauseEndpoints)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, TypeVar
 
 from ..driver.pool import Pool
 from ..weights.local_sender import LocalSender
 from .adapters import PoolAdapters
+from .operations import Operation
 from .pausing import PoolPausing
 from .sleeping import PoolSleeping
 
@@ -45,5 +46,7 @@ class PoolControl:
         self._sleeping.start()
         await self.adapters.start()
 
-    async def ask(self, operation: Any, arguments: Any, limit: Any) -> NoReturn:
-        raise AssertionError("this process runs operations itself")
+    async def run(
+        self, operation: Operation, client: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return await operation.function(client, *args, **kwargs)

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Collection, Iterable
 from typing import Final, Literal, Protocol
 
-from ..actors.actor import Actor, EndpointSpec, endpoint, endpoints_of
+from ..actors.actor import EndpointSpec, endpoint, endpoints_of
 from ..config import check_timeout
 from ..core.driver_listener import DriverListener
 from ..core.members import DRAINING, STALE, STARTING, SYNCING
@@ -23,7 +23,7 @@ from .operations import operation
 _MODES: Final = ("retract", "drain", "abort")
 
 
-class SleepEndpoints(Actor):
+class SleepEndpoints(Protocol):
     """The endpoint of an engine worker.
 
     It is not idempotent, so a call is not retried on a replacement worker, which starts only when
@@ -41,7 +41,7 @@ class SleepEndpoints(Actor):
             keep_weights: keep the weights in the memory of the host while they are asleep.
                 Otherwise the engine makes steps after the next update.
         """
-        raise NotImplementedError  # served by the worker's engine
+        ...
 
 
 _SLEEP: Final[EndpointSpec] = endpoints_of(SleepEndpoints)["sleep"]

@@ -110,7 +110,7 @@ class Endpoints:
             for at in (path, "/v1" + path)
         ]
         self._paths = sorted({"/v1/models", *(path for path, *_ in posts)})
-        """Of the endpoints for agents, for suggestions."""
+        """The paths of the endpoints for agents, which errors about unknown paths suggest."""
         self.app = Starlette(
             routes=[
                 route("/health", self.health, ["GET"], public=True),

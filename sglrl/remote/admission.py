@@ -69,7 +69,7 @@ class Admission:
         self._max_top = max_top_logprobs(info.vocab_size)
         self._max_body = driver.max_message_bytes - ENVELOPE_BYTES
         self._samplings: dict[bytes, tuple[int, msgspec.Raw]] = {}
-        """By received bytes, what ``_check_sampling`` returned."""
+        """The results of ``_check_sampling`` by the bytes that a client sent."""
 
     def begin(self, peer: Peer, requests: Sequence[Request]) -> bool:
         """Start requests. Return False if a request has the id of one that has not ended."""

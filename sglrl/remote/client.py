@@ -13,6 +13,7 @@ from typing import Any, Final, NoReturn
 
 from ..client.client import Client
 from ..config import HEARTBEAT_TIMEOUT, check_timeout
+from ..control.operations import Operation
 from ..errors import UnknownAdapter, UsageError
 from ..weights.deadline import Deadline, turn
 from ..weights.update_report import UpdateReport
@@ -55,11 +56,18 @@ class RemoteControl:
     def __init__(
         self, pool: RemotePool, keys: str | os.PathLike[str] | None, insecure: bool
     ) -> None:
-        self.ask = pool.ask
+        self._pool = pool
         self.adapters = RemoteAdapters(pool)
         self.sender = _RemoteSender(pool, keys, insecure)
 
     async def start(self) -> None: ...
+
+    async def run(
+        self, operation: Operation, client: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        arguments = operation.bind(args, kwargs)
+        limit = operation.limit(arguments, client.timeout)
+        return await self._pool.ask(operation, arguments, limit)
 
     def part(self, kind: type[Any]) -> NoReturn:
         raise AssertionError("operations run in the process that launched the pool")

@@ -12,6 +12,7 @@ import asyncio
 import hmac
 import logging
 import secrets
+import traceback
 from collections.abc import Coroutine, Sequence
 from typing import Any, Final
 
@@ -20,7 +21,7 @@ from ..control.operations import Operation, operations_of
 from ..core.driver_listener import DriverListener
 from ..driver.driver import now
 from ..driver.pool import Pool
-from ..errors import ProtocolError, SglrlError
+from ..errors import ProtocolError, SglrlError, from_wire
 from ..wire.calls import PROTOCOL_VERSION, Cancel, ItemKind
 from ..wire.codec import Buffer, decode_from_client, encode
 from ..wire.processes import ClientKeys
@@ -264,7 +265,11 @@ class PoolServer(DriverListener):
         try:
             value = await getattr(self._client, spec.name)(**kwargs)
             body, frames = spec.result.encode(value)
-        except SglrlError as error:
+        except Exception as error:
+            # Without an answer, the client would wait for its deadline.
+            if not isinstance(error, SglrlError):
+                logger.exception("%s of a client in another process failed", spec.name)
+                error = from_wire(type(error).__name__, str(error), traceback.format_exc())
             if peer.tasks.pop(id_, None) is not None:
                 self._relay.fail(peer, id_, error)
         else:

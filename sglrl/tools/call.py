@@ -42,7 +42,7 @@ def call(
         Console().print(table)
         return
     if operation not in known:
-        raise UsageError(f"there is no operation {operation!r}; known: {', '.join(known)}")
+        raise UsageError(f"unknown operation {operation!r}; known: {', '.join(known)}")
     spec = known[operation]
     given = dict(_argument(text) for text in arguments or ())
     try:

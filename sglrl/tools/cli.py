@@ -62,7 +62,7 @@ _EXTRAS: Final = {
     "renderers": ("renderers",),
     "sglang": ("safetensors", "sglang", "torch", "transformers"),
 }
-"""By extra of sglrl: the modules that it installs."""
+"""The modules that each extra of sglrl installs."""
 
 
 def _remedy(error: Exception) -> str:

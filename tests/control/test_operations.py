@@ -77,6 +77,24 @@ async def test_clients_in_other_processes_and_http() -> None:
         assert len(served) == len(public_operations(Client)) - 2, "all but add and remove workers"
 
 
+async def test_errors_of_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client in another process gets every error. It would wait for its deadline otherwise."""
+
+    async def broken() -> None:
+        raise KeyError("x")
+
+    async with (
+        sglrl.launch("fake", engine="fake") as pool,
+        sglrl.connect(pool.address) as remote,
+    ):
+        monkeypatch.setattr(pool, "list_loras", broken)
+        with pytest.raises(sglrl.RemoteError, match="KeyError: 'x'"):
+            await remote.list_loras()
+        for client in (pool, remote):
+            with pytest.raises(UsageError, match="timeout must be a number of seconds"):
+                await client.pause(timeout="x")  # type: ignore[arg-type]
+
+
 async def test_the_command_line(tmp_path: Path) -> None:
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "sglrl", "call", *arguments]
@@ -98,7 +116,7 @@ async def test_the_command_line(tmp_path: Path) -> None:
         assert "mode must be one of" in made.stderr
         made = await asyncio.to_thread(run, pool.address, "paus")
         assert made.returncode == 2
-        assert "no operation 'paus'" in made.stderr
+        assert "unknown operation 'paus'" in made.stderr
         made = await asyncio.to_thread(run, pool.address, "abort", "worker=zero")
         assert made.returncode == 2
         assert "worker" in made.stderr

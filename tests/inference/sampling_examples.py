@@ -41,7 +41,7 @@ BODIES: dict[str, tuple[str, dict[str, Any]]] = {
     "sglang": ("/generate", {"text": "Hi"}),
     "vllm": ("/inference/v1/generate", {"token_ids": IDS}),
 }
-"""By dialect, an endpoint and a request without sampling fields."""
+"""An endpoint of each dialect, and a request without sampling fields."""
 
 
 def example(field: kinds.Field) -> Any:

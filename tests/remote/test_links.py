@@ -134,9 +134,9 @@ async def test_a_worker_whose_connection_is_silent(monkeypatch: pytest.MonkeyPat
                 return [n for n, sent in proxy.beginnings.items() if identity in sent]
 
             async with asyncio.timeout(300):
-                # No event reports that the bytes have passed the proxy.
-                while len(own()) < 2:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
+                while len(own()) < 2:
+                    proxy.arrived.clear()
+                    await proxy.arrived.wait()
 
             def silence() -> None:
                 for number in own():
