@@ -10,10 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ..client.client import Client
-from ..control.operations import public_operations
 from ..errors import UsageError
-from ..remote.client import connect
 from .display import print_json
 
 
@@ -33,6 +30,10 @@ def call(
 
     For example: sglrl call ADDRESS pause mode=retract
     """
+    # Other commands start faster without the client.
+    from ..client.client import Client
+    from ..control.operations import public_operations
+
     known = public_operations(Client)
     if address is None or operation is None:
         table = Table("operation", "arguments", "description", box=None)
@@ -54,6 +55,8 @@ def call(
 
 
 async def _run(address: str, keys: str | None, name: str, arguments: msgspec.Struct) -> Any:
+    from ..remote.client import connect
+
     async with connect(address, keys=keys) as client:
         return await getattr(client, name)(**msgspec.structs.asdict(arguments))
 
