@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, Unpack
 
 from ..errors import UsageError
 from ..weights.local_sender import LocalSender, TensorMetadata
 from ..weights.update_report import UpdateReport
-from ..weights.update_request import UpdateRequest
+from ..weights.update_request import UpdateOptions, UpdateRequest
 from ..weights.verification import differing_tensors
 from ..wire.weights import ModelDescription, Shard
 from .adapters import PoolAdapters
@@ -34,20 +34,11 @@ class WeightMethods(ClientBase):
         self,
         weights: Any,
         *,
-        version: int | None = None,
-        inflight: str = "continue",
-        mode: str = "auto",
-        partial: bool = False,
-        same_version: bool = False,
-        bucket_bytes: int | None = None,
-        timeout: float = 60.0,
-        drain_timeout: float = 600.0,
-        wait: bool = True,
-        check_finite: bool = True,
         device: Any = None,
         host: str | None = None,
         lora: str | None = None,
         config: Any = None,
+        **options: Unpack[UpdateOptions],
     ) -> UpdateReport:
         """Update the weights of all workers while they continue to generate.
 
@@ -64,7 +55,7 @@ class WeightMethods(ClientBase):
                 returns.
             version: a number larger than ``weight_version``. None: ``weight_version`` plus one.
             inflight: the treatment of running requests when the new weights become live.
-                "continue": requests continue on their present KV cache.
+                "continue", the default: requests continue on their present KV cache.
                 "retract": requests continue, and their KV cache is recomputed with the new weights.
                 "abort": ``generate`` calls return their tokens so far, with finish_reason "abort".
                 Other calls are recomputed with the new weights, as with "retract".
@@ -74,23 +65,23 @@ class WeightMethods(ClientBase):
                 amount of GPU memory again, which is kept for the next update while 4 GiB are free.
                 "bucketed": workers pause the engine and receive the weights piece by piece into the
                 live weights. A worker that does not receive all of them is killed.
-                "auto": "full" if there is room, else "bucketed".
-            partial: allow missing tensors. They keep their values.
+                "auto", the default: "full" if there is room, else "bucketed".
+            partial: allow missing tensors. They keep their values. False by default.
             same_version: this is a further part of the last update, so the version stays: an update
                 in five parts is one version, for ``max_staleness`` too, if its last four parts have
                 ``same_version=True``. Needs ``partial=True``. Parts do not share KV cache. A worker
                 that missed a part is not current: it gets the weights of another worker.
             bucket_bytes: bytes per bucket in which tensors are sent. The sender holds two buckets.
                 None: 256 MB to 1 GB, depending on the size of the model.
-            timeout: seconds from this call until the update must have begun. Until then another
-                update, or the copy of the weights to a new worker, may be running. After that, each
-                worker has ``timeout`` seconds for each phase, then the update fails. The commit has
-                at least one second, and a worker that is late in the commit is killed.
-            drain_timeout: seconds that "drain" may take, then the update fails.
-            wait: wait for another running update or copy. False: raise ``UpdateInProgress`` at
-                once.
-            check_finite: reject weights that contain NaN or infinite values, or values that
-                overflow the engine's dtype. False: commit the weights unchecked.
+            timeout: seconds (60) from this call until the update must have begun. Until then
+                another update, or the copy of the weights to a new worker, may be running. After
+                that, each worker has ``timeout`` seconds for each phase, then the update fails. The
+                commit has at least one second, and a worker that is late in the commit is killed.
+            drain_timeout: seconds (600) that "drain" may take, then the update fails.
+            wait: True, the default: wait for another running update or copy. False: raise
+                ``UpdateInProgress`` at once.
+            check_finite: True, the default: reject weights that contain NaN or infinite values, or
+                values that overflow the engine's dtype. False: commit the weights unchecked.
             device: the GPU (or "cpu") that sends. None: the device of the tensors, else the current
                 device.
             host: an address of this process that the workers can reach. None: "127.0.0.1", or with
@@ -115,24 +106,13 @@ class WeightMethods(ClientBase):
             WorkerLost: no worker is left.
         """
         self._running()
-        request = UpdateRequest(
-            specs=[],
-            version=version,
-            inflight=inflight,
-            mode=mode,
-            partial=partial,
-            same_version=same_version,
-            bucket_bytes=bucket_bytes,
-            timeout=timeout,
-            drain_timeout=drain_timeout,
-            wait=wait,
-            check_finite=check_finite,
-        )
+        request = UpdateRequest.of(options)
         if lora is None:
             if config is not None:
                 raise UsageError("config= is for an adapter: give its name with lora=")
             return await self._control.sender.update(weights, request, device=device, host=host)
-        unused = (mode, partial, same_version, bucket_bytes, drain_timeout, device, host)
+        parts = request.mode, request.partial, request.same_version, request.bucket_bytes
+        unused = (*parts, request.drain_timeout, device, host)
         if unused != ("auto", False, False, None, 600.0, None, None):
             raise UsageError(
                 "mode, partial, same_version, bucket_bytes, drain_timeout, device and host are not "

@@ -9,7 +9,7 @@ import os
 import secrets
 import time
 import weakref
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import msgspec
 
@@ -49,7 +49,7 @@ from ..wire.weights import (
 )
 from .deadline import Deadline, turn
 from .update_report import UpdateReport
-from .update_request import UpdateRequest
+from .update_request import UpdateOptions, UpdateRequest
 
 logger = logging.getLogger("sglrl.weights")
 
@@ -240,17 +240,7 @@ class Sender:
     async def update(
         self,
         weights: Any = None,
-        *,
-        version: int | None = None,
-        inflight: str = "continue",
-        mode: str = "auto",
-        partial: bool = False,
-        same_version: bool = False,
-        bucket_bytes: int | None = None,
-        timeout: float = 60.0,
-        drain_timeout: float = 600.0,
-        wait: bool = True,
-        check_finite: bool = True,
+        **options: Unpack[UpdateOptions],
     ) -> UpdateReport:
         """Update the workers' weights, as ``Client.update_weights`` does.
 
@@ -260,7 +250,9 @@ class Sender:
 
         Args:
             weights: the weights to send; None: the registered model.
-            timeout: seconds, including the wait for another update of this sender.
+            **options: the options of ``Client.update_weights`` that do not concern the sending
+                device, the host or adapters. ``timeout`` includes the wait for another update of
+                this sender.
 
         Raises:
             Closed: this sender is closed.
@@ -268,20 +260,7 @@ class Sender:
                 (at least five, because the client may be busy). In the second case, this sender can
                 no longer be used.
         """
-        request = UpdateRequest(
-            specs=[],
-            version=version,
-            inflight=inflight,
-            mode=mode,
-            partial=partial,
-            same_version=same_version,
-            bucket_bytes=bucket_bytes,
-            timeout=timeout,
-            drain_timeout=drain_timeout,
-            wait=wait,
-            check_finite=check_finite,
-        )
-        return await self.update_as(weights, request)
+        return await self.update_as(weights, UpdateRequest.of(options))
 
     async def update_as(self, weights: Any, request: UpdateRequest) -> UpdateReport:
         """Run ``update`` with a request that was created at the time of the call."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from difflib import get_close_matches
 from operator import index
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import msgspec
 import numpy as np
@@ -35,6 +36,21 @@ class Source(Protocol):
 
         The source passes its ``RankAnswer`` to ``WeightChannel.sender_answered`` later.
         """
+
+
+class UpdateOptions(TypedDict, total=False):
+    """The keyword arguments of ``Client.update_weights`` and ``Sender.update`` for every update."""
+
+    version: int | None
+    inflight: str
+    mode: str
+    partial: bool
+    same_version: bool
+    bucket_bytes: int | None
+    timeout: float
+    drain_timeout: float
+    wait: bool
+    check_finite: bool
 
 
 class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,6 +93,20 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if isinstance(value := getattr(self, name), kind):
                 force_setattr(self, name, own(value))
+
+    @classmethod
+    def of(cls, options: UpdateOptions) -> UpdateRequest:
+        """Return the request of an update whose tensors are not known yet.
+
+        Raises:
+            TypeError: there is no option of a name.
+        """
+        known = UpdateOptions.__annotations__
+        for name in options.keys() - known.keys():
+            near = get_close_matches(name, known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise TypeError(f"an update has no argument {name!r}{hint}")
+        return cls(specs=[], **options)
 
     def with_specs(self, specs: Sequence[TensorSpec], total: int | None = None) -> UpdateRequest:
         """Return this request for other tensors, with a bucket size that suits them.

@@ -233,3 +233,12 @@ async def test_a_peft_model_needs_the_name_of_an_adapter(client: sglrl.Client) -
         with pytest.raises(sglrl.InvalidWeights, match=r"a PeftModel: .*lora=name.*merge_and"):
             await client.update_weights(made.state_dict())
         await client.update_weights(made.merge_and_unload())
+
+
+async def test_options_of_an_update() -> None:
+    async with sglrl.launch("fake", engine="fake") as client:
+        with pytest.raises(TypeError, match=r"no argument 'inflght'; did you mean 'inflight'\?"):
+            await client.update_weights({}, inflght="drain")  # type: ignore[call-arg]
+        for inner in ("folder", "begun", "total"):
+            with pytest.raises(TypeError, match=f"no argument '{inner}'"):
+                await client.update_weights({}, **{inner: 1})
