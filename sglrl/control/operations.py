@@ -36,7 +36,6 @@ class Operation:
     Attributes:
         function: the method as it was declared.
         name: of the method. It begins with an underscore if users do not call the operation.
-        urgent: it is allowed while the client waits for its last calls (``close(drain=True)``).
         http: the gateway has an endpoint for it.
     """
 
@@ -44,9 +43,8 @@ class Operation:
     streaming: Final = False
     timeout: Final = None
 
-    def __init__(self, function: Callable[..., Awaitable[Any]], urgent: bool, http: bool) -> None:
+    def __init__(self, function: Callable[..., Awaitable[Any]], http: bool) -> None:
         self.name = function.__name__
-        self.urgent = urgent
         self.http = http
         signature = inspect.signature(function)
         self.function = function
@@ -148,11 +146,12 @@ def operation(function: Any = None, /, *, urgent: bool = False, http: bool = Tru
     """Declare a method of ``Client`` that runs in the process that launched the pool.
 
     Args:
-        urgent, http: see ``Operation``.
+        urgent: it is allowed while the client waits for its last calls (``close(drain=True)``).
+        http: the gateway has an endpoint for it.
     """
 
     def declare(function: Any) -> Any:
-        spec = Operation(function, urgent, http)
+        spec = Operation(function, http)
 
         @functools.wraps(function)
         async def call(self: Any, *args: Any, **kwargs: Any) -> Any:
