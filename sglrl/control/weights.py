@@ -53,6 +53,20 @@ class WeightMethods(ClientBase):
                 tensors may be on any device and in any float dtype. The sender, this process, casts
                 them to the engine's dtype and gathers DTensors. They must not change until this
                 returns.
+            device: the GPU (or "cpu") that sends. None: the device of the tensors, else the current
+                device.
+            host: an address of this process that the workers can reach. None: "127.0.0.1", or with
+                ``launch(hosts=...)`` the address of this machine that the hosts connect to.
+            lora: replace this adapter instead of the model's weights. ``weights`` is then an
+                adapter as for ``load_lora``, and ``version`` is the adapter's own version
+                (``Completion.lora_versions``). Running requests continue with the new adapter.
+                ``inflight`` is "continue", "retract" or "abort", which aborts only the requests of
+                this adapter. ``mode``, ``partial``, ``same_version``, ``bucket_bytes``,
+                ``drain_timeout``, ``device`` and ``host`` must have their defaults.
+            config: the configuration of the adapter, as for ``load_lora``. None: the rank and the
+                scaling stay.
+
+        Keyword Args:
             version: a number larger than ``weight_version``. None: ``weight_version`` plus one.
             inflight: the treatment of running requests when the new weights become live.
                 "continue", the default: requests continue on their present KV cache.
@@ -82,17 +96,6 @@ class WeightMethods(ClientBase):
                 ``UpdateInProgress`` at once.
             check_finite: True, the default: reject weights that contain NaN or infinite values, or
                 values that overflow the engine's dtype. False: commit the weights unchecked.
-            device: the GPU (or "cpu") that sends. None: the device of the tensors, else the current
-                device.
-            host: an address of this process that the workers can reach. None: "127.0.0.1", or with
-                ``launch(hosts=...)`` the address of this machine that the hosts connect to.
-            lora: replace this adapter instead of the model's weights. ``weights`` is then an
-                adapter as for ``load_lora``, and ``version`` is the adapter's own version
-                (``Completion.lora_versions``). Running requests continue with the new adapter.
-                ``inflight`` is "continue", "retract" or "abort", which aborts only the requests of
-                this adapter. ``mode``, ``partial``, ``same_version``, ``bucket_bytes``,
-                ``drain_timeout``, ``device`` and ``host`` must have their defaults.
-            config: of the adapter, as for ``load_lora``. None: the rank and the scaling stay.
 
         Raises:
             InvalidWeights: names, shapes or dtypes do not fit the model, there is no room, or a
