@@ -75,9 +75,9 @@ async def _queries(client: sglrl.Client, repetition: int) -> int:
     async def ask(number: int) -> None:
         ids = _ids((repetition, number), 32)
         for _ in range(32):
-            found = await client.next_token_logprobs(ids, top_k=100)
-            assert found.token_ids is not None
-            ids.append(int(found.token_ids[0]) % 512)
+            answer = await client.next_token_logprobs(ids, top_k=100)
+            assert answer.token_ids is not None
+            ids.append(int(answer.token_ids[0]) % 512)
 
     await asyncio.gather(*[ask(number) for number in range(64)])
     return 64 * 32
@@ -98,14 +98,14 @@ async def measure(note: Note, *, case: str, names: Sequence[str], repeats: int) 
     async with chosen.launch(accelerations=list(names)) as client:
         for load, run in LOADS.items():
             note(load)
-            found = []
+            measured = []
             for repetition in range(repeats + 1):
                 await client.flush_cache()
                 begun = time.perf_counter()
                 units = await run(client, repetition)
-                found.append(units / (time.perf_counter() - begun))
+                measured.append(units / (time.perf_counter() - begun))
             # The first repetition is the warm-up.
-            rates[load] = statistics.median(found[1:])
+            rates[load] = statistics.median(measured[1:])
     return rates
 
 

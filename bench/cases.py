@@ -111,7 +111,7 @@ class Case(NamedTuple):
 
         Only the tiny model's folder has weights.
         """
-        from sglrl.api.tiny_model import make_tokenizer, tiny_model
+        from sglrl.launching.tiny_model import make_tokenizer, tiny_model
 
         if self.model == "tiny":
             return str(tiny_model())
@@ -159,7 +159,7 @@ CaseName = StrEnum("CaseName", {name: name for name in CASES})  # type: ignore[m
 
 def gpu_arguments(**more: Any) -> dict[str, Any]:
     """Return engine arguments for a GPU, without those that this SGLang version does not have."""
-    from sglrl.api.engine_fields import engine_fields
+    from sglrl.launching.engine_fields import engine_fields
 
     known = engine_fields()
     wanted = {

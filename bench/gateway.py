@@ -121,7 +121,7 @@ def _make_worded_model(folder: Path, source: Path) -> None:
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from sglrl.api.tiny_model import CHAT_TEMPLATE
+    from sglrl.launching.tiny_model import CHAT_TEMPLATE
 
     for file in source.iterdir():
         if file.name == "config.json" or file.suffix == ".safetensors":

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from sglrl.api.tiny_model import tiny_model
+from sglrl.launching.tiny_model import tiny_model
 
 from . import genlm_parts
 from .genlm_parts import NEW_TOKENS, PREFIXES, PROMPT_TOKENS

@@ -37,7 +37,7 @@ async def pool_with_tokenizer(
     **arguments: Any,
 ) -> AsyncIterator[tuple[sglrl.Client, Any]]:
     """Run fake engines with a small tokenizer, which has the tokens that Qwen3's calls need."""
-    from sglrl.api.tiny_model import make_tokenizer
+    from sglrl.launching.tiny_model import make_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = make_tokenizer(Path(folder), 512)

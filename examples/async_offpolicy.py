@@ -13,11 +13,10 @@ from torchrl.data import LazyTensorStorage, ReplayBuffer, SamplerWithoutReplacem
 from transformers import AutoModelForCausalLM
 
 import sglrl
-from sglrl.api.tiny_model import tiny_model
 from sglrl.rl import has_signal, leave_one_out, policy_loss, token_logprobs
 from sglrl.rollouts import stack
 
-MODEL = str(tiny_model(characters="0123456789", initializer_range=0.02))
+MODEL = str(sglrl.tiny_model(characters="0123456789", initializer_range=0.02))
 GROUPS, SAMPLES, WIDTH = 16, 16, 16
 
 

@@ -12,12 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import sglrl
-from sglrl.api.tiny_model import tiny_model
 from sglrl.rl import group_advantages, has_signal, policy_loss, token_logprobs
 from sglrl.rollouts import stack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-MODEL = str(tiny_model(characters="0123456789", initializer_range=0.02, hidden_size=256))
+MODEL = str(sglrl.tiny_model(characters="0123456789", initializer_range=0.02, hidden_size=256))
 ENGINE = {"dtype": "bfloat16", "mem_fraction_static": 0.5} if DEVICE == "cuda" else {}
 GROUPS, SAMPLES = 16, 16
 

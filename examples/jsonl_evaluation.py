@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from sglrl.api.tiny_model import tiny_model
+import sglrl
 
 
 def passes(item, text):
@@ -26,7 +26,7 @@ def passes(item, text):
 
 
 def main(engine="sglang"):
-    model = tiny_model(characters="0123456789+= ", initializer_range=0.02)
+    model = sglrl.tiny_model(characters="0123456789+= ", initializer_range=0.02)
     items = [{"prompt": f"{i}+{i}=", "answer": str(2 * i)} for i in range(1, 5)]
     with tempfile.TemporaryDirectory() as folder:
         problems, results = Path(folder, "problems.jsonl"), Path(folder, "results.jsonl")

@@ -8,9 +8,8 @@ handles that output. ``examples/grpo.py`` shows how to train on the trajectories
 import sys
 
 import sglrl
-from sglrl.api.tiny_model import tiny_model
 
-MODEL = str(tiny_model(characters="0123456789+-*/()= ?", initializer_range=0.02))
+MODEL = str(sglrl.tiny_model(characters="0123456789+-*/()= ?", initializer_range=0.02))
 
 
 class Calculator(sglrl.Actor):

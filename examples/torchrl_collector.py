@@ -16,10 +16,10 @@ from torchrl.modules.llm.policies import TransformersWrapper
 from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 from transformers import AutoModelForCausalLM
 
-from sglrl.api.tiny_model import tiny_model
+import sglrl
 from sglrl.integrations.torchrl import AsyncSGLang, SGLangWeightSyncScheme, SGLangWrapper
 
-MODEL = str(tiny_model(characters="0123456789", initializer_range=0.02))
+MODEL = str(sglrl.tiny_model(characters="0123456789", initializer_range=0.02))
 QUERIES, SAMPLES = 4, 8
 BATCH = QUERIES * SAMPLES
 

@@ -14,12 +14,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import sglrl
-from sglrl.api.tiny_model import tiny_model
 from sglrl.rl import group_advantages, has_signal, policy_loss, token_logprobs
 from sglrl.rollouts import stack
 from sglrl.weights import Sender
 
-MODEL = str(tiny_model(characters="0123456789", initializer_range=0.02))
+MODEL = str(sglrl.tiny_model(characters="0123456789", initializer_range=0.02))
 SIZES = {"group_size": 16, "batch_size": 16, "max_staleness": 1}
 
 

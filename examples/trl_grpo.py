@@ -16,10 +16,10 @@ from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from sglrl.api.tiny_model import tiny_model
+import sglrl
 from sglrl.integrations.trl import SGLangRollouts
 
-MODEL = str(tiny_model(characters="0123456789", initializer_range=0.02))
+MODEL = str(sglrl.tiny_model(characters="0123456789", initializer_range=0.02))
 
 
 def questions(count):

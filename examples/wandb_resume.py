@@ -17,11 +17,10 @@ import wandb
 from transformers import AutoModelForCausalLM
 
 import sglrl
-from sglrl.api.tiny_model import tiny_model
 from sglrl.rl import group_advantages, policy_loss, token_logprobs
 from sglrl.rollouts import stack
 
-MODEL = str(tiny_model(characters="0123456789", initializer_range=0.02))
+MODEL = str(sglrl.tiny_model(characters="0123456789", initializer_range=0.02))
 ITEMS = [{"prompt": f"{i:04}", "answer": f"{i:04}"} for i in range(0, 6400, 100)]
 
 

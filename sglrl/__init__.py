@@ -19,10 +19,6 @@ if TYPE_CHECKING:
     from . import errors as errors
     from .actors.actor import Actor, endpoint
     from .actors.spawning import ActorHandle, spawn
-    from .api.blocking import BlockingClient, BlockingSession, blocking
-    from .api.blocking_rollout import BlockingRollout
-    from .api.launching import launch
-    from .api.running import run
     from .client.client import Client
     from .config import GatewayOptions
     from .control.engines import WorkerStats
@@ -55,7 +51,7 @@ if TYPE_CHECKING:
         WorkerLost,
         WorkerStartError,
     )
-    from .gateway.serving import Gateway, GatewaySession, serve
+    from .gateway.serve import Gateway, GatewaySession, serve
     from .hosts.hosts import HostInfo, Hosts
     from .inference.chunk import Chunk
     from .inference.completion import (
@@ -71,6 +67,11 @@ if TYPE_CHECKING:
     from .inference.sampling import SamplingParams
     from .inference.sampling_mask import SamplingMask
     from .inference.stream import Stream
+    from .launching.blocking import BlockingClient, BlockingSession, blocking
+    from .launching.blocking_rollout import BlockingRollout
+    from .launching.launch import launch
+    from .launching.running import run
+    from .launching.tiny_model import tiny_model
     from .remote.client import connect
     from .rollouts.group import Group
     from .rollouts.metrics import RolloutMetrics
@@ -86,9 +87,9 @@ _HOME = {
     "Actor": "actors.actor",
     "ActorHandle": "actors.spawning",
     "AssistantMessage": "inference.message",
-    "BlockingClient": "api.blocking",
-    "BlockingRollout": "api.blocking_rollout",
-    "BlockingSession": "api.blocking",
+    "BlockingClient": "launching.blocking",
+    "BlockingRollout": "launching.blocking_rollout",
+    "BlockingSession": "launching.blocking",
     "Chunk": "inference.chunk",
     "Client": "client.client",
     "Closed": "errors",
@@ -97,9 +98,9 @@ _HOME = {
     "EngineError": "errors",
     "EngineInfo": "wire.engine",
     "EngineStats": "wire.engine",
-    "Gateway": "gateway.serving",
+    "Gateway": "gateway.serve",
     "GatewayOptions": "config",
-    "GatewaySession": "gateway.serving",
+    "GatewaySession": "gateway.serve",
     "Group": "rollouts.group",
     "HostInfo": "hosts.hosts",
     "Hosts": "hosts.hosts",
@@ -147,14 +148,15 @@ _HOME = {
     "WorkerLost": "errors",
     "WorkerStartError": "errors",
     "WorkerStats": "control.engines",
-    "blocking": "api.blocking",
+    "blocking": "launching.blocking",
     "connect": "remote.client",
     "endpoint": "actors.actor",
-    "launch": "api.launching",
+    "launch": "launching.launch",
     "rollout": "rollouts.run",
-    "run": "api.running",
-    "serve": "gateway.serving",
+    "run": "launching.running",
+    "serve": "gateway.serve",
     "spawn": "actors.spawning",
+    "tiny_model": "launching.tiny_model",
 }
 
 __all__ = [
@@ -230,6 +232,7 @@ __all__ = [
     "run",
     "serve",
     "spawn",
+    "tiny_model",
 ]
 
 

@@ -405,13 +405,13 @@ def check_env(env: Any) -> dict[str, str]:
     """
     if env is not None and not isinstance(env, Mapping):
         raise UsageError(f"env maps names to texts, got {env!r:.80}")
-    found = dict(env or {})
-    for name, value in found.items():
+    result = dict(env or {})
+    for name, value in result.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise UsageError(f"env maps names to texts, got {name!r}: {value!r}")
         if not name or "=" in name or "\0" in name + value or not is_text(name + value):
             raise UsageError(f"env: there can be no variable {name!a} with value {value!a}")
-    return found
+    return result
 
 
 def positive(name: str, value: Any) -> int:

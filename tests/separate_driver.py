@@ -25,7 +25,7 @@ class Judge(sglrl.Actor):
 
 
 def make_model(seed: int) -> Path:
-    code = f"from sglrl.api.tiny_model import tiny_model; print(tiny_model(seed={seed}))"
+    code = f"from sglrl.launching.tiny_model import tiny_model; print(tiny_model(seed={seed}))"
     made = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, check=True)
     return Path(made.stdout.strip())
 

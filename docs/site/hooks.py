@@ -18,7 +18,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from sglrl.api import argument_table
+from sglrl.launching import argument_table
 
 ROOT = Path(__file__).parents[2]
 INCLUDED = {

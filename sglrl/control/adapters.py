@@ -290,26 +290,24 @@ class PoolAdapters(DriverListener):
         deadline = Deadline(request.timeout, request.begun)
         version = request.check(self.versions.get(name, -1))
         given = read_adapter(adapter, config)
-        found = given.config
-        if found is None:
+        new = given.config
+        if new is None:
             if old is None:
                 raise UsageError(
                     "config= is missing: PEFT's LoraConfig, or a mapping of its fields"
                 )
-            found = AdapterConfig(old.info.rank, old.info.scaling)
+            new = AdapterConfig(old.info.rank, old.info.scaling)
         model = await self._model(deadline)
         if given.base is not None and model is not None:
             await self._base_check.check(given.base, model, deadline)
-        payload = await in_thread(
-            load_payload, given, found, self._info, model, request.check_finite
-        )
+        payload = await in_thread(load_payload, given, new, self._info, model, request.check_finite)
         self._serial += 1
         serial = self._serial
         calls = [
             _Order("lora_part", Raw(encode(LoraPart(serial, tensors))), [data])
             for tensors, data in payload.parts
         ]
-        calls.append(_Order("lora_prepare", Raw(encode(LoraPrepare(serial, *found)))))
+        calls.append(_Order("lora_prepare", Raw(encode(LoraPrepare(serial, *new)))))
         prepare_at = time.perf_counter()
         try:
             await self._prepare_everywhere(calls, deadline)
@@ -322,8 +320,8 @@ class PoolAdapters(DriverListener):
         info = LoraInfo(
             name=name,
             version=version,
-            rank=found.rank,
-            scaling=found.scaling,
+            rank=new.rank,
+            scaling=new.scaling,
             target_modules=payload.modules,
             bytes=payload.size,
         )
@@ -403,14 +401,14 @@ class PoolAdapters(DriverListener):
         """
         left = max(_COMMIT_SECONDS, deadline.left)
         calls = [self._call(order, worker, left) for worker in self._driver.ready]
-        found = {}
+        answers = {}
         for call, answer in zip(calls, await self._submit(calls), strict=True):
             assert call.pinned is not None
             if not isinstance(answer, BaseException):
-                found[call.pinned] = answer
+                answers[call.pinned] = answer
             elif not isinstance(answer, (WorkerLost, Closed)):
                 self._expel(call.pinned, f"its adapters could not be changed: {answer}")
-        return found
+        return answers
 
     def _tell(self, orders: Iterable[_Order], worker: int) -> None:
         """Call endpoints of a worker without waiting. Kill the worker if it fails."""

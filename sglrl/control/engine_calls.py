@@ -43,9 +43,9 @@ async def ask_all(
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         calls.append(_control(spec, args, kwargs or {}, index, future, timeout))
         futures.append(future)
-    found = await submit_all(driver, calls, futures, return_exceptions=worker is None)
+    results = await submit_all(driver, calls, futures, return_exceptions=worker is None)
     answers = {}
-    for index, one in zip(workers, found, strict=True):
+    for index, one in zip(workers, results, strict=True):
         if not isinstance(one, BaseException):
             answers[index] = one
         elif not isinstance(one, WorkerLost):

@@ -59,8 +59,8 @@ class EngineMethods(ClientBase):
     @operation(urgent=True)
     async def stats(self) -> list[WorkerStats]:
         """Return the statistics of every live engine, in worker order."""
-        found = await self._ask_all("stats")
-        return [WorkerStats(worker=w, engine=s) for w, s in found.items()]
+        stats = await self._ask_all("stats")
+        return [WorkerStats(worker=w, engine=s) for w, s in stats.items()]
 
     @operation(urgent=True)
     async def flush_cache(self) -> bool:
@@ -85,8 +85,8 @@ class EngineMethods(ClientBase):
             UnknownEndpoint: no endpoint has this name.
         """
         type_ = _declared(endpoint).result.type
-        found = await self._call_engines(endpoint, [*args], kwargs, timeout=timeout)
-        return [msgspec.convert(value, type_) for value in found]
+        answers = await self._call_engines(endpoint, [*args], kwargs, timeout=timeout)
+        return [msgspec.convert(value, type_) for value in answers]
 
     @operation(urgent=True)
     async def _call_engines(
@@ -98,8 +98,8 @@ class EngineMethods(ClientBase):
         timeout: float | None = None,
     ) -> list[Any]:
         spec = _declared(endpoint)
-        found = await ask_all(self._running(urgent=True), spec, tuple(args), kwargs, timeout)
-        return [*found.values()]
+        answers = await ask_all(self._running(urgent=True), spec, tuple(args), kwargs, timeout)
+        return [*answers.values()]
 
     async def _ask_all(
         self, endpoint: str, *args: Any, timeout: float | None = None
@@ -163,8 +163,8 @@ class EngineMethods(ClientBase):
         Raises:
             InvalidRequest: the profiler is not running.
         """
-        found = await self._ask_all("stop_profile", timeout=timeout)
-        return [path for paths in found.values() for path in paths]
+        answers = await self._ask_all("stop_profile", timeout=timeout)
+        return [path for paths in answers.values() for path in paths]
 
     async def get_weights(
         self, names: Sequence[str], *, worker: int | None = None, timeout: float = 60.0
@@ -201,8 +201,8 @@ class EngineMethods(ClientBase):
                 raise WorkerLost("no worker serves")
             worker = min(driver.ready)
         spec = _ENDPOINTS["get_weights"]
-        found = await ask_all(driver, spec, (names,), timeout=timeout, worker=worker)
-        values: list[TensorValue] = found[worker]
+        answers = await ask_all(driver, spec, (names,), timeout=timeout, worker=worker)
+        values: list[TensorValue] = answers[worker]
         return values
 
 

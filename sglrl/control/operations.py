@@ -168,12 +168,12 @@ def operation(function: Any = None, /, *, urgent: bool = False, http: bool = Tru
 
 def operations_of(cls: type) -> dict[str, Operation]:
     """Return the operations of a class by name."""
-    found = {}
+    operations = {}
     for name in dir(cls):
         spec = getattr(inspect.getattr_static(cls, name), _MARK, None)
         if isinstance(spec, Operation):
-            found[name] = spec
-    return found
+            operations[name] = spec
+    return operations
 
 
 def public_operations(cls: type) -> dict[str, Operation]:

@@ -38,8 +38,8 @@ class PoolControl:
         }
 
     def part(self, kind: type[_P]) -> _P:
-        found: _P = self._parts[kind]
-        return found
+        part: _P = self._parts[kind]
+        return part
 
     async def start(self) -> None:
         self._pausing.start()

@@ -191,8 +191,8 @@ class WeightMethods(ClientBase):
             timeout: seconds from this call until a worker must have answered.
         """
         self._running()
-        found = await self.pool.weights.describe(timeout)
-        return {spec.name: TensorMetadata(spec.dtype, spec.shape) for spec in found.tensors}
+        model = await self.pool.weights.describe(timeout)
+        return {spec.name: TensorMetadata(spec.dtype, spec.shape) for spec in model.tensors}
 
     async def verify_weights(self, weights: Any, *, timeout: float = 300.0) -> list[str]:
         """Compare the given tensors with the live weights of every worker.

@@ -73,24 +73,24 @@ class Access:
         """
         key, id_ = key_of(request), request.path_params.get("session")
         if id_ is not None:
-            found = self._registry.by_id(id_)
-            if found is None:
+            opened = self._registry.by_id(id_)
+            if opened is None:
                 raise HttpError(404, f"there is no session {id_!r}, or it has ended")
-            if not hmac.compare_digest(key.encode(), found.key.encode()):
+            if not hmac.compare_digest(key.encode(), opened.key.encode()):
                 self.check_key(key)
-            found.used = asyncio.get_running_loop().time()
-            return found
+            opened.used = asyncio.get_running_loop().time()
+            return opened
         if key.startswith(KEY_PREFIX):
-            found = self._registry.by_key(key)
-            if found is None:
+            opened = self._registry.by_key(key)
+            if opened is None:
                 raise HttpError(
                     401,
                     "the session of this key has ended",
                     "authentication_error",
                     "invalid_api_key",
                 )
-            found.used = asyncio.get_running_loop().time()
-            return found
+            opened.used = asyncio.get_running_loop().time()
+            return opened
         self.check_key(key)
         return None
 

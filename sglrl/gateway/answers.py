@@ -25,12 +25,12 @@ def message_of(completion: Completion, ids: str = "") -> Message:
     content, stop = message["content"], completion.stop_match
     if isinstance(stop, str) and not completion.params.no_stop_trim and stop in content:
         content = content[: content.rfind(stop)]
-    found: Message = {"role": "assistant", "content": content, "refusal": None}
+    answer: Message = {"role": "assistant", "content": content, "refusal": None}
     if message.get("reasoning_content"):
-        found["reasoning_content"] = message["reasoning_content"]
+        answer["reasoning_content"] = message["reasoning_content"]
     if calls := message.get("tool_calls"):
-        found["content"] = content or None
-        found["tool_calls"] = [
+        answer["content"] = content or None
+        answer["tool_calls"] = [
             {
                 "id": ids + call["id"],
                 "type": "function",
@@ -41,7 +41,7 @@ def message_of(completion: Completion, ids: str = "") -> Message:
             }
             for call in calls
         ]
-    return found
+    return answer
 
 
 def cuts_call(completion: Completion) -> bool:

@@ -200,9 +200,9 @@ def texts_of(message: Message) -> dict[Part, str]:
     White space alone becomes no block. An answer without any block gets an empty text, because many
     agents read the first block.
     """
-    found = {part: message.get(part) or "" for part in _BLOCKS}
-    texts = {part: text for part, text in found.items() if text.strip()}
-    return texts if texts or message.get("tool_calls") else {"content": found["content"]}
+    parts = {part: message.get(part) or "" for part in _BLOCKS}
+    texts = {part: text for part, text in parts.items() if text.strip()}
+    return texts if texts or message.get("tool_calls") else {"content": parts["content"]}
 
 
 class MessagesAnswer:
@@ -311,15 +311,15 @@ class MessagesAnswer:
             stop = "pause_turn"
         elif isinstance(completion.stop_match, str):
             stop, match = "stop_sequence", completion.stop_match
-        found: dict[str, Any] = {
+        body: dict[str, Any] = {
             "stop_reason": stop,
             "stop_sequence": match,
             "weight_versions": weight_versions(completion),
         }
         if self._request.return_token_ids:
-            found["token_ids"] = completion.output_ids.tolist()
-            found["prompt_token_ids"] = completion.prompt_ids.tolist()
-        return found
+            body["token_ids"] = completion.output_ids.tolist()
+            body["prompt_token_ids"] = completion.prompt_ids.tolist()
+        return body
 
     def _open(self, block: dict[str, Any]) -> bytes:
         self._block += 1

@@ -121,9 +121,9 @@ def openai_messages(
     if not messages:
         raise InvalidRequest("messages is empty")
     reader = _Reader(tools)
-    found: list[Message] = []
+    result: list[Message] = []
     if text := reader.system(system or ""):
-        found.append({"role": "system", "content": text})
+        result.append({"role": "system", "content": text})
     turns: list[tuple[str, list[Block]]] = []
     for number, message in enumerate(messages):
         blocks = reader.blocks(message.content, message.role, f"messages[{number}].content")
@@ -132,13 +132,13 @@ def openai_messages(
         else:
             turns.append((message.role, blocks))
     for role, blocks in turns:
-        found += [_answer(blocks)] if role == "assistant" else reader.inputs(role, blocks)
+        result += [_answer(blocks)] if role == "assistant" else reader.inputs(role, blocks)
     if messages[-1].role == "assistant":
         raise InvalidRequest(
             "the last message is the assistant's, and its continuation (prefill) is not supported; "
             "end with a message of the user"
         )
-    return found
+    return result
 
 
 class _Reader:
@@ -158,19 +158,19 @@ class _Reader:
             return [TextBlock("text", content or "")]
         if not content and role != "assistant":
             raise InvalidRequest(f"{where} is empty")
-        allowed, found = _ALLOWED[role], list[Block]()
+        allowed, blocks = _ALLOWED[role], list[Block]()
         checked = [_block(given, allowed, f"{where}[{at}]") for at, given in enumerate(content)]
         for refers, several in groupby(checked, lambda one: isinstance(one, ToolReferenceBlock)):
             if refers:
                 names = [one.tool_name for one in several if isinstance(one, ToolReferenceBlock)]
                 functions = [self._function(name, where) for name in names]
-                found.append(TextBlock("text", self._described(functions)))
+                blocks.append(TextBlock("text", self._described(functions)))
                 continue
             for block in several:
                 if isinstance(block, ToolChangeBlock):
                     block = TextBlock("text", self._changed(block, where))
-                found.append(block)
-        return found
+                blocks.append(block)
+        return blocks
 
     def _changed(self, block: ToolChangeBlock, where: str) -> str:
         """Return the text that stands for a tool that there is from here on, or no longer."""
@@ -192,10 +192,10 @@ class _Reader:
         return described(functions)
 
     def _function(self, name: Any, where: str) -> dict[str, Any]:
-        found = self._functions.get(name) if isinstance(name, str) else None
-        if found is None:
+        function = self._functions.get(name) if isinstance(name, str) else None
+        if function is None:
             raise InvalidRequest(f"{where} names {name!r:.99}, and 'tools' has no such tool")
-        return found
+        return function
 
     def system(self, content: Content) -> str:
         """Return the text of a system prompt, without the line for accounting."""
@@ -207,14 +207,14 @@ class _Reader:
 
     def inputs(self, role: str, blocks: Sequence[Block]) -> list[Message]:
         """Return the messages before an answer: results of tools, and text, in the given order."""
-        found: list[Message] = []
+        messages: list[Message] = []
         for is_text, several in groupby(blocks, lambda block: isinstance(block, TextBlock)):
             if is_text:
-                found.append({"role": role, "content": _joined(list(several))})
+                messages.append({"role": role, "content": _joined(list(several))})
             else:
                 results = [one for one in several if isinstance(one, ToolResultBlock)]
-                found += [self._result(block) for block in results]
-        return found
+                messages += [self._result(block) for block in results]
+        return messages
 
     def _result(self, block: ToolResultBlock) -> Message:
         where = f"the result of {block.tool_use_id!r}"
@@ -240,14 +240,14 @@ def _joined(blocks: Sequence[Block]) -> str:
 
 def _answer(blocks: Sequence[Block]) -> Message:
     """Return the message of the assistant."""
-    found: Message = {"role": "assistant", "content": _joined(blocks)}
+    answer: Message = {"role": "assistant", "content": _joined(blocks)}
     if thoughts := "".join(one.thinking for one in blocks if isinstance(one, ThinkingBlock)):
-        found["reasoning_content"] = thoughts
+        answer["reasoning_content"] = thoughts
     calls = [
         {"id": one.id, "type": "function", "function": {"name": one.name, "arguments": one.input}}
         for one in blocks
         if isinstance(one, ToolUseBlock)
     ]
     if calls:
-        found["tool_calls"] = calls
-    return found
+        answer["tool_calls"] = calls
+    return answer

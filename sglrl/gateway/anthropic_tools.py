@@ -69,18 +69,18 @@ def openai_tools(tools: Sequence[Mapping[str, Any]]) -> Tools:
     Raises:
         InvalidRequest: a tool is wrong.
     """
-    found = Tools([], [], [], [])
+    result = Tools([], [], [], [])
     # Only Anthropic's servers could find deferred tools with a search of theirs.
     finds = not any(str(given.get("type")).startswith(_SEARCH) for given in tools)
     for number, given in enumerate(tools):
         where, type_ = f"tools[{number}]", given.get("type")
         if type_ not in (None, "custom"):
-            found.left_out.append(f"{where} of type {type_!r:.99}")
+            result.left_out.append(f"{where} of type {type_!r:.99}")
             continue
         tool = tool_of(given, where)
         made = {"type": "function", "function": tool.as_function()}
-        (found.deferred if tool.defer_loading and finds else found.shown).append(made)
-    return found
+        (result.deferred if tool.defer_loading and finds else result.shown).append(made)
+    return result
 
 
 def tool_of(given: Mapping[str, Any], where: str) -> Tool:

@@ -28,18 +28,15 @@ from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
 from ..wire.malformed import malformed
 from .access import Access, error_response, json_response, key_of, unless_disconnected
-from .alone import AloneTurn
 from .anthropic import ANTHROPIC, COUNT_PATH
 from .chat import CHAT, CHAT_TOKENS
 from .completions import COMPLETIONS
 from .controls import ControlEndpoints
 from .conversations import Turn, sibling
 from .dialect import Body, Dialect, TurnRequest, openai_error
-from .errors import HttpError, error_of
-from .field_names import named
+from .errors import HttpError, error_of, named
 from .filtering import Filtering
 from .metrics import METRICS, Metrics
-from .native import NativeEndpoints
 from .openapi import document
 from .prompt_logprobs import score_prompts
 from .registry import OpenSession, Registry
@@ -47,10 +44,11 @@ from .responses import RESPONSES
 from .running_turns import RunningTurns
 from .settings import Settings
 from .sglang_generate import SGLANG_GENERATE
+from .stateless import StatelessTurn
 from .store import continued
-from .streamed_text import StreamedText
-from .streamed_tokens import StreamedTokens
+from .streams import StreamedText, StreamedTokens
 from .trained_weights import TrainedWeights
+from .utility_endpoints import UtilityEndpoints
 from .vllm_generate import VLLM_GENERATE
 
 _T = TypeVar("_T")
@@ -94,7 +92,7 @@ class Endpoints:
         """Settings of turns that belong to no session."""
         route = self._access.route
         api = [
-            *NativeEndpoints(client, self._access, self.running).routes(),
+            *UtilityEndpoints(client, self._access, self.running).routes(),
             *ControlEndpoints(client, self._access, self._weights).routes(),
             route("/v1/models", self.models, ["GET"]),
             route("/v1/models", self.model, ["GET"], at="/v1/models/{model:path}"),
@@ -209,7 +207,7 @@ class Endpoints:
         streamed: Any = StreamedTokens(wanted) if dialect.tokens else StreamedText(wanted)
         if session is None or not any(map(_samples, wanted)):
             spec = self.spec if session is None else session.conversations.spec
-            turn: Turn = AloneTurn(spec, shown, streamed.add)
+            turn: Turn = StatelessTurn(spec, shown, streamed.add)
         else:
             again = request.headers.get("x-stainless-retry-count", "0") != "0"
             digest = blake2b(dialect.path.encode() + body, digest_size=16).digest()

@@ -217,7 +217,7 @@ def _functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Any]:
     Raises:
         InvalidRequest: a tool has no name.
     """
-    found: list[Any] = []
+    functions: list[Any] = []
     for at, tool in enumerate(tools):
         kind = "custom" if _is_custom(tool) else "function"
         given = tool.get(kind)
@@ -225,12 +225,12 @@ def _functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Any]:
         if not isinstance(given, Mapping) or not isinstance(name, str) or not name:
             raise InvalidRequest(f"tools[{at}].{kind}.name is missing, or is not text")
         if kind == "function":
-            found.append(tool)
+            functions.append(tool)
             continue
         text = str(given.get("description") or "")
         function = custom_function(name, text, given.get("format"))
-        found.append({"type": "function", "function": function})
-    return found
+        functions.append({"type": "function", "function": function})
+    return functions
 
 
 def grammar_of(form: ResponseFormat | None) -> dict[str, Any]:
@@ -297,11 +297,11 @@ def logprobs_of(completion: Completion, as_ids: bool = False, start: int = 0) ->
         name = token_text(completion, token, as_ids)
         return {"token": name, "logprob": logprob, "bytes": known}
 
-    found = [
+    content = [
         {**entry(row.id, row.logprob), "top_logprobs": [entry(*one) for one in row.others]}
         for row in token_rows(completion, start)
     ]
-    return {"content": found, "refusal": None}
+    return {"content": content, "refusal": None}
 
 
 def _usage_of(completions: Sequence[Completion], messages: Sequence[Message]) -> dict[str, Any]:
@@ -353,19 +353,19 @@ class ChatAnswer(msgspec.Struct, frozen=True):
             if self.request.return_token_ids:
                 choice["token_ids"] = completion.output_ids.tolist()
             choices.append(choice)
-        found = {
+        body = {
             **self._head("chat.completion"),
             "choices": choices,
             "usage": _usage_of(completions, messages),
         }
         if self.request.return_token_ids:
-            found["prompt_token_ids"] = completions[0].prompt_ids.tolist()
+            body["prompt_token_ids"] = completions[0].prompt_ids.tolist()
         if self.request.return_routed_experts:
-            found["sglext"] = experts_of(completions[0], self.request.routed_experts_start_len)
+            body["sglext"] = experts_of(completions[0], self.request.routed_experts_start_len)
         if self.scored:
             decode = completions[0].decode
-            found["prompt_logprobs"] = by_token(self.scored[0], lambda id_: decode([id_], False))
-        return found
+            body["prompt_logprobs"] = by_token(self.scored[0], lambda id_: decode([id_], False))
+        return body
 
     def begin(self) -> bytes:
         choices = range(check_choices(self.request.n))
@@ -386,8 +386,8 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         events = b"".join(map(self._end, range(len(messages)), completions, messages, sent))
         head = self._head("chat.completion.chunk")
         if self.request.return_routed_experts:
-            found = experts_of(completions[0], self.request.routed_experts_start_len)
-            events += event({**head, "choices": [], "sglext": found})
+            experts = experts_of(completions[0], self.request.routed_experts_start_len)
+            events += event({**head, "choices": [], "sglext": experts})
         options = self.request.stream_options
         if options is not None and options.include_usage:
             events += event({**head, "choices": [], "usage": _usage_of(completions, messages)})
@@ -423,11 +423,11 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         return self._chunk(index, delta, extra=logprobs) + self._chunk(index, {}, finish, extra)
 
     def _message(self, completion: Completion) -> Message:
-        found, customs = message_of(completion, self.call_ids), self.request.custom_tools
-        if customs and "tool_calls" in found:
-            calls = [_client_call(call, customs) for call in found["tool_calls"]]
-            return {**found, "tool_calls": calls}
-        return found
+        message, customs = message_of(completion, self.call_ids), self.request.custom_tools
+        if customs and "tool_calls" in message:
+            calls = [_client_call(call, customs) for call in message["tool_calls"]]
+            return {**message, "tool_calls": calls}
+        return message
 
     def _logprobs(self, completion: Completion, start: int = 0) -> dict[str, Any]:
         return logprobs_of(completion, bool(self.request.return_tokens_as_token_ids), start)

@@ -199,10 +199,12 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
         }
         if request.logprobs is not None:
             as_ids = bool(request.return_tokens_as_token_ids)
-            found = _logprobs_of(completion, sent, request.logprobs, as_ids)
+            logprobs = _logprobs_of(completion, sent, request.logprobs, as_ids)
             if request.echo:
-                found = self._with_prompt(found, completion, self.scored[index // self._count])
-            choice["logprobs"] = found
+                logprobs = self._with_prompt(
+                    logprobs, completion, self.scored[index // self._count]
+                )
+            choice["logprobs"] = logprobs
         if request.prompt_logprobs is not None:
             choice["prompt_logprobs"] = by_token(
                 [
@@ -221,7 +223,7 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
         return choice
 
     def _with_prompt(
-        self, found: dict[str, Any], completion: Completion, prompt: Sequence[Scored]
+        self, own: dict[str, Any], completion: Completion, prompt: Sequence[Scored]
     ) -> dict[str, Any]:
         """Return the logprobs of a prompt, and those of the output after it."""
         as_ids = bool(self.request.return_tokens_as_token_ids)
@@ -237,10 +239,10 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
             for one in prompt
         ]
         return {
-            "tokens": [token_text(completion, one.id, as_ids) for one in prompt] + found["tokens"],
-            "token_logprobs": [one.logprob for one in prompt] + found["token_logprobs"],
-            "top_logprobs": top + found["top_logprobs"] if count else None,
-            "text_offset": starts + [end + at for at in found["text_offset"]],
+            "tokens": [token_text(completion, one.id, as_ids) for one in prompt] + own["tokens"],
+            "token_logprobs": [one.logprob for one in prompt] + own["token_logprobs"],
+            "top_logprobs": top + own["top_logprobs"] if count else None,
+            "text_offset": starts + [end + at for at in own["text_offset"]],
         }
 
     def _prompt(self, index: int, completion: Completion) -> str:
@@ -307,10 +309,10 @@ def _starts(completion: Completion, ids: NDArray[np.int32]) -> list[int]:
     """Return, for each token, the number of characters before it, and at last that of all."""
     params = msgspec.structs.replace(completion.params, stop=())
     texts = StreamText(completion.decode, params)
-    found = [0]
+    starts = [0]
     for token in ids:
-        found.append(found[-1] + len(texts.add(TokenChunk(token.tobytes()))()))
-    return found
+        starts.append(starts[-1] + len(texts.add(TokenChunk(token.tobytes()))()))
+    return starts
 
 
 COMPLETIONS: Final = Dialect("/v1/completions", parse, openai_error, CompletionRequest, tokens=True)

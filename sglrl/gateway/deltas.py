@@ -51,18 +51,18 @@ class Deltas:
 
     def add(self, chunk: TokenChunk) -> list[tuple[Part, str]]:
         """Add new tokens. Return the text that they add to each part of the message."""
-        found: list[tuple[Part, str]] = []
+        new: list[tuple[Part, str]] = []
         ids = np.frombuffer(chunk.ids, "<i4")
         begin = 0
         for at, token in enumerate(ids.tolist()):
             if token in self._ends:
-                found += self._text(chunk, begin, at, ends=True)
+                new += self._text(chunk, begin, at, ends=True)
                 begin = at + 1
                 self._switch(token)
         if chunk.finish in ("", "abort"):
             # Aborted turns of sessions go on. The end of a turn is sent with the whole turn.
-            found += self._text(chunk, begin, len(ids))
-        return found
+            new += self._text(chunk, begin, len(ids))
+        return new
 
     def _text(
         self, chunk: TokenChunk, begin: int, stop: int, ends: bool = False

@@ -244,11 +244,11 @@ def decode_body(body: bytes, kind: type[_T], fields: Fields = _NO_FIELDS) -> _T:
     try:
         given = _decode(body or b"{}")
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
-        found = _with_surrogates(body)
-        if found is None:
+        fixed = _with_surrogates(body)
+        if fixed is None:
             wrong = malformed(error, body)
             raise InvalidRequest(f"the body is not a JSON object: {wrong}") from None
-        given = found
+        given = fixed
     return convert_fields(given, kind, fields)
 
 
@@ -269,15 +269,15 @@ def _with_surrogates(body: bytes) -> dict[str, Any] | None:
         return None
     if not isinstance(fields, dict):
         return None
-    found: dict[str, Any] = {}
+    joined: dict[str, Any] = {}
     for name, value in fields.items():
         fixed = without_surrogates([name, value])
         if fixed != [name, value] and name not in _CONVERSATION:
             raise InvalidRequest(
                 f"the field {name!a:.99} holds a lone surrogate, which is not Unicode text"
             )
-        found[name] = fixed[1]
-    return found
+        joined[name] = fixed[1]
+    return joined
 
 
 def _reject(name: str) -> None:
@@ -307,7 +307,7 @@ def convert_fields(
         return msgspec.convert(_supported(given, kind, fields, at, part), kind)
     except msgspec.ValidationError as error:
         message = str(error).replace("`$.", "`").replace(" - at `$`", "")
-        if (found := re.search(r" - at `(\w+)", message)) and (name := found[1]) in given:
+        if (match := re.search(r" - at `(\w+)", message)) and (name := match[1]) in given:
             hint = "; for token ids use stop_token_ids" if name == "stop" else ""
             message += f"; got {name}={given[name]!r:.200}{hint}"
         raise InvalidRequest(at + message) from None
@@ -322,19 +322,19 @@ def _supported(
         if not fields.accepts(part + name, given[name]):
             hint = fields.hint(part, name, names)
             raise InvalidRequest(f"{at}the field {name!r} is not supported{hint}")
-    found = {name: given[name] for name in names if name in given}
+    kept = {name: given[name] for name in names if name in given}
     for name, inner in _parts(kind):
-        value = found.get(name)
+        value = kept.get(name)
         if isinstance(value, dict):
-            found[name] = _supported(value, inner, fields, f"{at}{name}: ", f"{part}{name}.")
+            kept[name] = _supported(value, inner, fields, f"{at}{name}: ", f"{part}{name}.")
         elif isinstance(value, list):
-            found[name] = [
+            kept[name] = [
                 _supported(one, inner, fields, f"{at}{name}[{number}]: ", f"{part}{name}[].")
                 if isinstance(one, dict)
                 else one
                 for number, one in enumerate(value)
             ]
-    return found
+    return kept
 
 
 @cache
@@ -357,10 +357,10 @@ def check_choices(choices: int | None) -> int:
     Raises:
         InvalidRequest: it is too small or too large.
     """
-    found = 1 if choices is None else choices
-    if not 1 <= found <= MAX_CHOICES:
-        raise InvalidRequest(f"n must be in 1..{MAX_CHOICES}, got {found}")
-    return found
+    count = 1 if choices is None else choices
+    if not 1 <= count <= MAX_CHOICES:
+        raise InvalidRequest(f"n must be in 1..{MAX_CHOICES}, got {count}")
+    return count
 
 
 def template_of(
@@ -374,13 +374,13 @@ def template_of(
     Args:
         given: other arguments, which take precedence.
     """
-    found: dict[str, Any] = {}
+    variables: dict[str, Any] = {}
     if effort is not None:
         thinks = effort != "none"
-        found = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
+        variables = {"reasoning_effort": effort, "enable_thinking": thinks, "thinking": thinks}
     if verbosity is not None:
-        found["verbosity"] = verbosity
-    return found | dict(given or {}) or None
+        variables["verbosity"] = verbosity
+    return variables | dict(given or {}) or None
 
 
 def event(content: Any, name: str = "") -> bytes:

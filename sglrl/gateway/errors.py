@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 from ..errors import (
     Closed,
     DeadlineExceeded,
     EngineError,
+    InvalidRequest,
     MessageTooLarge,
     Overloaded,
     UnknownAdapter,
@@ -18,6 +20,8 @@ from ..errors import (
 )
 
 logger = logging.getLogger("sglrl.gateway")
+
+_QUOTED = re.compile(r"""('[^']*'|"[^"]*")""")
 
 RETRY_SECONDS = 1
 """After status 429."""
@@ -74,3 +78,24 @@ def error_of(error: Exception) -> HttpError:
             return HttpError(status, message, kind, code)
     logger.error("a request failed", exc_info=error)
     return HttpError(500, "internal error; the log of the gateway has its stack", "server_error")
+
+
+def named(error: Exception, names: Mapping[str, str]) -> Exception:
+    """Return an error that names the fields as the client wrote them.
+
+    Sampling parameters have names of their own behind the dialects. The values in the error, which
+    come after "got" or in quotation marks, are not changed.
+
+    Args:
+        names: the client's name for each of our names.
+    """
+    if not names or type(error) is not InvalidRequest:
+        return error
+    what, got, value = str(error).partition(", got ")
+    pattern = re.compile(rf"\b({'|'.join(map(re.escape, names))})\b")
+    parts = _QUOTED.split(what)
+    # Every second part is in quotation marks.
+    parts[::2] = [pattern.sub(lambda match: names[match[1]], part) for part in parts[::2]]
+    made = InvalidRequest("".join(parts) + got + value)
+    made.__cause__ = error
+    return made

@@ -82,16 +82,16 @@ def _one_system(messages: Sequence[Mapping[str, Any]], merges: bool) -> list[Mes
     leading = sum(1 for _ in takewhile(_is_system, messages))
     among = messages if merges else messages[:leading]
     joined = [one for one in among if _is_system(one)]
-    found: list[Message] = []
+    result: list[Message] = []
     if joined:
         text = _SEPARATOR.join(one["content"] for one in joined)
-        found.append({**joined[0], "content": text})
+        result.append({**joined[0], "content": text})
     for one in messages[leading:]:
         if not _is_system(one):
-            found.append(dict(one))
+            result.append(dict(one))
         elif not merges:
-            found.append({**one, "role": "user"})
-    return found
+            result.append({**one, "role": "user"})
+    return result
 
 
 def _is_system(message: Mapping[str, Any]) -> bool:

@@ -176,12 +176,12 @@ class _Merged(Collector):  # type: ignore[misc]
         self._texts = texts
 
     def collect(self) -> Iterable[prometheus.Metric]:
-        found: dict[str, prometheus.Metric] = {}
+        merged: dict[str, prometheus.Metric] = {}
         for process, text in enumerate(self._texts):
             for family in text_string_to_metric_families(text):
                 made = prometheus.Metric(family.name, family.documentation, family.type)
-                samples = found.setdefault(family.name, made).samples
+                samples = merged.setdefault(family.name, made).samples
                 for sample in family.samples:
                     labels = {**sample.labels, "process": str(process)}
                     samples.append(sample._replace(labels=labels))
-        return found.values()
+        return merged.values()

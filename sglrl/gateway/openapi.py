@@ -63,9 +63,9 @@ def document(routes: Sequence[Any], needs_key: bool) -> dict[str, Any]:
         routes: of the application: each is an ``ApiRoute``, or a ``Mount`` of others.
         needs_key: requests without a key are rejected.
     """
-    found = list(_flat(routes))
+    flat = list(_flat(routes))
     bodies = sorted(
-        {route.body for _, route in found if route.body is not None},
+        {route.body for _, route in flat if route.body is not None},
         key=lambda body: (body.__name__, body.__module__),
     )
     schemas, components = msgspec.json.schema_components(
@@ -73,7 +73,7 @@ def document(routes: Sequence[Any], needs_key: bool) -> dict[str, Any]:
     )
     by_body = dict(zip(bodies, schemas, strict=True))
     paths: dict[str, Any] = {}
-    for path, route in found:
+    for path, route in flat:
         item = paths.setdefault(path, {})
         for method in sorted(route.methods - {"HEAD"}):
             item[method.lower()] = _operation(route, by_body)

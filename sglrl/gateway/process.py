@@ -15,8 +15,8 @@ from ..remote.pool import CONNECT_SECONDS, RemotePool
 from ..sessions.record import Record
 from ..sessions.trajectory import record_of
 from ..wire.processes import ClientKeys
+from .local import LocalGateway
 from .registry import Registry
-from .running import Running
 from .settings import ProcessPlace, Settings
 
 
@@ -65,8 +65,8 @@ class GatewayProcess(Actor):
         )
         made = client_of(pool, target.address, model=target.model, timeout=target.timeout)
         client: Client = await self._stack.enter_async_context(made)
-        running = Running(client, settings, self._place)
-        self._registry = (await self._stack.enter_async_context(running)).registry
+        gateway = LocalGateway(client, settings, self._place)
+        self._registry = (await self._stack.enter_async_context(gateway)).registry
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -86,17 +86,17 @@ class GatewayProcess(Actor):
         name: str,
         call: str | None,
     ) -> None:
-        found = self._registry.by_id(session)
-        if found is None:
+        opened = self._registry.by_id(session)
+        if opened is None:
             raise UsageError("the session has ended")
-        found.conversations.reward(value, name, call)
+        opened.conversations.reward(value, name, call)
 
     @endpoint
     async def end_session(self, session: str) -> Record | None:
         """End a session. Return its trajectory, or None if no turn was sampled."""
-        found = self._registry.by_id(session)
-        if found is None:
+        opened = self._registry.by_id(session)
+        if opened is None:
             raise UsageError("the session has ended")
-        await self._registry.end(found)
-        made = found.conversations.trajectory()
-        return None if made is None else record_of(made)
+        await self._registry.end(opened)
+        trajectory = opened.conversations.trajectory()
+        return None if trajectory is None else record_of(trajectory)

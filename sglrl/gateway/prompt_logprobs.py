@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..client.client import Client
 from ..errors import InvalidRequest
 from ..inference.completion import Completion, Scores
-from .field_names import named
+from .errors import named
 
 
 class Wanted(NamedTuple):
@@ -68,17 +68,17 @@ async def score_prompts(
             return []
         how: dict[str, Any] = {"start": one.start, "lora": completion.lora}
         try:
-            found = await client.score(ids, top_logprobs=one.top, **how)
+            scores = await client.score(ids, top_logprobs=one.top, **how)
         except InvalidRequest as error:
             raise named(error, {"top_logprobs": one.name}) from None
         logprobs: list[float | None] = list(
-            (found.logprobs if isinstance(found, Scores) else found).tolist()
+            (scores.logprobs if isinstance(scores, Scores) else scores).tolist()
         )
         if one.start == 0:
             logprobs[0] = None
         rows: list[list[tuple[int, float]]] = [[]] * len(logprobs)
-        if isinstance(found, Scores):
-            top = zip(found.top_ids.tolist(), found.top_logprobs.tolist(), strict=True)
+        if isinstance(scores, Scores):
+            top = zip(scores.top_ids.tolist(), scores.top_logprobs.tolist(), strict=True)
             rows = [list(zip(*row, strict=True)) for row in top]
         return [
             Scored(id_, logprob, [] if logprob is None else row)
@@ -96,14 +96,14 @@ def by_token(
     The token itself is the first in its dict. Its rank is one more than the number of the likeliest
     tokens if it is not among them.
     """
-    found: list[dict[int, Any] | None] = []
+    entries: list[dict[int, Any] | None] = []
     for token in tokens:
         if token.logprob is None:
-            found.append(None)
+            entries.append(None)
             continue
         ranks = {id_: rank for rank, (id_, _) in enumerate(token.others, 1)}
         row = {token.id: token.logprob, **dict(token.others)}
-        found.append(
+        entries.append(
             {
                 id_: {
                     "logprob": logprob,
@@ -113,4 +113,4 @@ def by_token(
                 for id_, logprob in row.items()
             }
         )
-    return found
+    return entries

@@ -177,32 +177,32 @@ class ResponsesAnswer:
         }
 
     def _whole(self, completion: Completion, output: list[Item]) -> dict[str, Any]:
-        found = self._response("completed", output)
+        response = self._response("completed", output)
         if _is_cut(completion):
-            found["status"] = "incomplete"
+            response["status"] = "incomplete"
             if completion.finish_reason == "length":
-                found["incomplete_details"] = {"reason": "max_output_tokens"}
+                response["incomplete_details"] = {"reason": "max_output_tokens"}
         else:
-            found["completed_at"] = int(time.time())
-        found["usage"] = _usage_of(completion, message_of(completion))
-        found["weight_versions"] = weight_versions(completion)
+            response["completed_at"] = int(time.time())
+        response["usage"] = _usage_of(completion, message_of(completion))
+        response["weight_versions"] = weight_versions(completion)
         if self._token_ids:
-            found["token_ids"] = completion.output_ids.tolist()
-            found["prompt_token_ids"] = completion.prompt_ids.tolist()
-        return found
+            response["token_ids"] = completion.output_ids.tolist()
+            response["prompt_token_ids"] = completion.prompt_ids.tolist()
+        return response
 
     def _output(self, completion: Completion) -> list[Item]:
         """Return the items of an answer: there is always a message, or a call."""
         message = message_of(completion, self._call_ids)
         calls, content = message.get("tool_calls") or (), message["content"] or ""
-        found = []
+        items = []
         if reasoning := message.get("reasoning_content"):
-            found.append(self._text_item("reasoning_content", reasoning))
+            items.append(self._text_item("reasoning_content", reasoning))
         if content or not calls:
             status = "incomplete" if _is_cut(completion) and not calls else "completed"
             logprobs = _logprobs_of(completion) if self._logprobs else []
-            found.append(self._text_item("content", content, status, logprobs))
-        return found + [self._call_item(index, call) for index, call in enumerate(calls)]
+            items.append(self._text_item("content", content, status, logprobs))
+        return items + [self._call_item(index, call) for index, call in enumerate(calls)]
 
     def _call_item(self, index: int, call: Mapping[str, Any]) -> Item:
         """Return a call. One of a custom tool without a text is a function's, with its JSON."""
@@ -247,12 +247,12 @@ def _is_cut(completion: Completion) -> bool:
 
 
 def _logprobs_of(completion: Completion) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = logprobs_of(completion)["content"]
-    for token in found:
+    tokens: list[dict[str, Any]] = logprobs_of(completion)["content"]
+    for token in tokens:
         for one in (token, *token["top_logprobs"]):
             # This API knows no null here.
             one["bytes"] = one["bytes"] or []
-    return found
+    return tokens
 
 
 def _usage_of(completion: Completion, message: Message) -> dict[str, Any]:

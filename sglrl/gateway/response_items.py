@@ -39,14 +39,14 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
     """
     if isinstance(given, str):
         return [{"role": "user", "content": given}] if given else []
-    found: list[Message] = []
+    messages: list[Message] = []
     last = ""
     """The part of an answer that the item before is; "": it is none."""
     for at, item in enumerate(given):
         name = f"input[{at}]"
         role, part, value = _read(item, name)
         if role != "assistant":
-            found.append({"role": role, **value})
+            messages.append({"role": role, **value})
             last = ""
             continue
         if part == "reasoning_content" and not value:
@@ -55,13 +55,13 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
             continue
         goes_on = last and (part == last == "tool_calls" or _ORDER.index(part) > _ORDER.index(last))
         if not goes_on:
-            found.append({"role": "assistant", "content": ""})
+            messages.append({"role": "assistant", "content": ""})
         if part == "tool_calls":
-            found[-1].setdefault(part, []).append(value)
+            messages[-1].setdefault(part, []).append(value)
         else:
-            found[-1][part] = value
+            messages[-1][part] = value
         last = part
-    return found
+    return messages
 
 
 def _read(item: Mapping[str, Any], name: str) -> tuple[str, str, Any]:
@@ -163,13 +163,13 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None) -> Tools:
     Raises:
         InvalidRequest: a tool has a field that is wrong or not supported, or two have one name.
     """
-    found = Tools([], {}, [])
+    result = Tools([], {}, [])
     for at, tool in enumerate(given or ()):
-        _add_tool(found, tool, f"tools[{at}]", "")
-    return found
+        _add_tool(result, tool, f"tools[{at}]", "")
+    return result
 
 
-def _add_tool(found: Tools, tool: Mapping[str, Any], name: str, namespace: str) -> None:
+def _add_tool(result: Tools, tool: Mapping[str, Any], name: str, namespace: str) -> None:
     kind = tool.get("type")
     if kind == "namespace" and not namespace:
         check_fields(tool, ("type", "name", "description", "tools"), name, "tools[]")
@@ -177,17 +177,17 @@ def _add_tool(found: Tools, tool: Mapping[str, Any], name: str, namespace: str) 
         if not isinstance(inner, list) or not all(isinstance(one, Mapping) for one in inner):
             raise InvalidRequest(f"{name}.tools must be a list of tools, got {inner!r:.99}")
         for at, one in enumerate(inner):
-            _add_tool(found, one, f"{name}.tools[{at}]", within)
+            _add_tool(result, one, f"{name}.tools[{at}]", within)
         return
     if kind not in ("function", "custom"):
-        found.left_out.append(f"{name} of type {kind!r:.99}")
+        result.left_out.append(f"{name} of type {kind!r:.99}")
         return
     known = {"function": "parameters", "custom": "format"}[kind]
     check_fields(tool, ("type", "name", "description", known), name, "tools[]")
     own, text = _string(tool, "name", name), tool.get("description")
     shown = shown_name(own, namespace)
     one = Shown(own, namespace, kind == "custom")
-    if found.shown.setdefault(shown, one) != one:
+    if result.shown.setdefault(shown, one) != one:
         raise InvalidRequest(f"{name} has the same name as another tool: {shown!r:.200}")
     if kind == "custom":
         function = custom_function(shown, str(text or ""), tool.get("format"))
@@ -196,7 +196,7 @@ def _add_tool(found: Tools, tool: Mapping[str, Any], name: str, namespace: str) 
         for key in ("description", "parameters"):
             if tool.get(key) is not None:
                 function[key] = tool[key]
-    found.functions.append({"type": "function", "function": function})
+    result.functions.append({"type": "function", "function": function})
 
 
 def choice_of(given: str | Mapping[str, Any] | None) -> Any:

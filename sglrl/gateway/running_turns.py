@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 from ..driver.driver import now
 from ..inference.completion import Completion
-from .alone import AloneTurn
 from .conversations import Turn
 from .dialect import TurnRequest
 from .metrics import Metrics
 from .registry import OpenSession
+from .stateless import StatelessTurn
 
 
 class _Entry(NamedTuple):
@@ -68,7 +68,7 @@ class RunningTurns:
             if turn.task.cancelling():
                 # It was aborted before, and has not ended yet.
                 continue
-            if isinstance(turn, AloneTurn):
+            if isinstance(turn, StatelessTurn):
                 count += turn.abort(rid) > 0
             else:
                 turn.cancel()

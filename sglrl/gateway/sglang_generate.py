@@ -203,11 +203,11 @@ def _each(name: str, value: _T | list[_T] | None, default: _T, count: int) -> li
 
 def _given(params: _Sampling, fields: Any, at: int) -> dict[str, Any]:
     """Return the fields of ``SamplingParams`` that are given."""
-    found = params.given_sampling(min_tokens=0)
+    values = params.given_sampling(min_tokens=0)
     given = fields[at] if isinstance(fields, list) else fields or {}
     if "max_new_tokens" not in given:
-        found["max_new_tokens"] = DEFAULT_MAX_NEW_TOKENS
-    return found
+        values["max_new_tokens"] = DEFAULT_MAX_NEW_TOKENS
+    return values
 
 
 def parse(body: bytes) -> GenerateRequest:
@@ -284,7 +284,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
 
     def _meta_info(self, index: int, completion: Completion) -> dict[str, Any]:
         last = completion.chunks[-1].version
-        found: dict[str, Any] = {
+        info: dict[str, Any] = {
             "id": self.ids[index],
             "finish_reason": _finish_of(completion),
             "prompt_tokens": completion.prompt_tokens,
@@ -294,12 +294,12 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
             "weight_versions": weight_versions(completion),
         }
         if completion.finish_reason:
-            found["e2e_latency"] = completion.timing.total
+            info["e2e_latency"] = completion.timing.total
             if self.experts_from is not None and completion.routed_experts is not None:
-                found |= experts_of(completion, self.experts_from)
+                info |= experts_of(completion, self.experts_from)
         if self.logprobs[index]:
-            found |= self._logprobs(index, completion)
-        return found
+            info |= self._logprobs(index, completion)
+        return info
 
     def _logprobs(self, index: int, completion: Completion) -> dict[str, Any]:
         """Return the logprobs, each with the token and its text or null."""
@@ -314,7 +314,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         prompt: Sequence[Scored] = ()
         if self.scored:
             prompt = self.scored[index * len(self.scored) // len(self.ids)]
-        found: dict[str, Any] = {
+        logprobs: dict[str, Any] = {
             # The first one has no logprob in SGLang, wherever it is.
             "input_token_logprobs": [
                 entry(one.logprob if at else None, one.id) for at, one in enumerate(prompt)
@@ -324,19 +324,19 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         }
         given = completion.token_ids_logprobs
         if given is not None and (ids := self.given[index]):
-            found["output_token_ids_logprobs"] = [
+            logprobs["output_token_ids_logprobs"] = [
                 [entry(logprob, id_) for logprob, id_ in zip(row, ids, strict=True)]
                 for row in given.tolist()
             ]
         if completion.top_logprobs is not None:
-            found["input_top_logprobs"] = [
+            logprobs["input_top_logprobs"] = [
                 [entry(logprob, id_) for id_, logprob in one.others] if at else None
                 for at, one in enumerate(prompt)
             ]
-            found["output_top_logprobs"] = [
+            logprobs["output_top_logprobs"] = [
                 [entry(logprob, id_) for id_, logprob in row.others] for row in rows
             ]
-        return found
+        return logprobs
 
 
 def _finish_of(completion: Completion) -> dict[str, Any] | None:

@@ -33,14 +33,14 @@ class Store:
         Raises:
             HttpError: there is none of this id.
         """
-        found = self._conversations.get(id_)
-        if found is None:
+        conversation = self._conversations.get(id_)
+        if conversation is None:
             raise HttpError(
                 400,
                 f"this session has no response {id_!r:.200}, or it was not stored",
                 code="previous_response_not_found",
             )
-        return found
+        return conversation
 
     def add(
         self, requests: Sequence[TurnRequest], sampling: asyncio.Task[list[Completion]]

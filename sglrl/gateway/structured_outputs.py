@@ -35,7 +35,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
 
     def given(self) -> list[tuple[str, Any]]:
         """Return the names of ``SamplingParams`` that are given, and their values."""
-        found = [
+        fields = [
             ("json_schema", self.json),
             ("json_schema", {"type": "object"} if self.json_object else None),
             ("regex", self.regex),
@@ -43,7 +43,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
             ("structural_tag", _tag_of(self.choice)),
             ("structural_tag", self.structural_tag),
         ]
-        return [(name, value) for name, value in found if value is not None]
+        return [(name, value) for name, value in fields if value is not None]
 
 
 def with_structured_outputs(

@@ -49,7 +49,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def template(self) -> dict[str, Any]:
         """Return the arguments of the chat template."""
-        found = template_arguments(
+        arguments = template_arguments(
             self.messages,
             self.tools or None,
             None,
@@ -57,8 +57,8 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
             bool(self.continue_final_message),
         )
         if self.add_generation_prompt is False:
-            found["add_generation_prompt"] = False
-        return found
+            arguments["add_generation_prompt"] = False
+        return arguments
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):

@@ -47,8 +47,8 @@ def custom_function(name: str, description: str, form: Any) -> dict[str, Any]:
             description = f"{description}\n\n{rule}\n{grammar['definition']}".strip()
     properties = {_INPUT: {"type": "string"}}
     parameters = {"type": "object", "properties": properties, "required": [_INPUT]}
-    found: dict[str, Any] = {"name": name, "parameters": parameters}
-    return {**found, "description": description} if description else found
+    function: dict[str, Any] = {"name": name, "parameters": parameters}
+    return {**function, "description": description} if description else function
 
 
 def input_of(arguments: str) -> str | None:
@@ -61,10 +61,10 @@ def input_of(arguments: str) -> str | None:
         None if the model has not written exactly one text.
     """
     try:
-        found = json.loads(arguments)
+        values = json.loads(arguments)
     except ValueError:
         return None
-    text = found.get(_INPUT) if isinstance(found, dict) and len(found) == 1 else None
+    text = values.get(_INPUT) if isinstance(values, dict) and len(values) == 1 else None
     return text if isinstance(text, str) else None
 
 

@@ -53,10 +53,10 @@ class _Sampling(SamplingBody, frozen=True, kw_only=True):
 
     def given(self) -> dict[str, Any]:
         """Return the fields of ``SamplingParams`` that are given."""
-        found = self.given_sampling()
-        if found.get("seed") == -1:
-            del found["seed"]
-        return with_structured_outputs(found, self.structured_outputs)
+        given = self.given_sampling()
+        if given.get("seed") == -1:
+            del given["seed"]
+        return with_structured_outputs(given, self.structured_outputs)
 
 
 class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -160,7 +160,7 @@ class TokensAnswer(msgspec.Struct, frozen=True, kw_only=True):
     scored: Sequence[Sequence[Scored]] = ()
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
-        found = {
+        body = {
             "request_id": self.id,
             "created": self.created,
             "model": self.model,
@@ -169,10 +169,10 @@ class TokensAnswer(msgspec.Struct, frozen=True, kw_only=True):
             "usage": usage_of_prompts(completions, len(completions)),
         }
         if self.scored:
-            found["prompt_logprobs"] = by_token(self.scored[0], lambda token: None)
+            body["prompt_logprobs"] = by_token(self.scored[0], lambda token: None)
         if self.request.return_token_ids:
-            found["prompt_token_ids"] = self.request.token_ids
-        return found
+            body["prompt_token_ids"] = self.request.token_ids
+        return body
 
     def begin(self) -> bytes:
         return b""
@@ -195,10 +195,10 @@ class TokensAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return {"request_id": self.id, "output_mode": "tokens"}
 
     def _event(self, index: int, completion: Completion, sent: Sent) -> bytes:
-        found = {**self._head(), "choices": [self._choice(index, completion, sent.tokens)]}
+        body = {**self._head(), "choices": [self._choice(index, completion, sent.tokens)]}
         if self.request.return_token_ids and not sent.tokens:
-            found["prompt_token_ids"] = self.request.token_ids
-        return event(found)
+            body["prompt_token_ids"] = self.request.token_ids
+        return event(body)
 
     def _choice(self, index: int, completion: Completion, start: int) -> dict[str, Any]:
         """Return the tokens of a choice from position ``start``."""
@@ -228,8 +228,8 @@ def _entry(row: TokenRow) -> dict[str, Any]:
     """Return the logprobs at a position. The sampled token comes first."""
     ranks = {id_: rank for rank, (id_, _) in enumerate(row.others, 1)}
     others = [(row.id, row.logprob), *[one for one in row.others if one[0] != row.id]]
-    found = [_one(id_, logprob, ranks.get(id_)) for id_, logprob in others]
-    return {**found[0], "top_logprobs": found}
+    tokens = [_one(id_, logprob, ranks.get(id_)) for id_, logprob in others]
+    return {**tokens[0], "top_logprobs": tokens}
 
 
 def _one(id_: int, logprob: float, rank: int | None) -> dict[str, Any]:

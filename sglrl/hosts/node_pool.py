@@ -186,7 +186,7 @@ async def _tiny_model() -> str:
     made = await asyncio.create_subprocess_exec(
         sys.executable,
         "-c",
-        "from sglrl.api.tiny_model import tiny_model; print(tiny_model())",
+        "import sglrl; print(sglrl.tiny_model())",
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, Self
 
-from ..api.blocking import BlockingClient, blocking
 from ..errors import RolloutFailed, UsageError
 from ..inference.completion import Completion
+from ..launching.blocking import BlockingClient, blocking
 from ..rollouts.agent import Agent
 from ..sessions.trajectory import Trajectory
 from .merged_adapters import merged_adapters

@@ -102,7 +102,7 @@ class AgentTasks:
     async def start(self) -> None:
         if self._config.gateway:
             # Imported here because it needs the extra "gateway".
-            from ..gateway.running import local_gateway
+            from ..gateway.local import local_gateway
 
             self._gateway = await self._stack.enter_async_context(
                 local_gateway(self._client, self._config.gateway)

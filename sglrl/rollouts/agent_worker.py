@@ -119,7 +119,7 @@ class AgentWorker(Actor):
         gc.set_threshold(50_000, 20, 100)
         if settings.gateway:
             # Imported here because it needs the extra "gateway".
-            from ..gateway.running import local_gateway
+            from ..gateway.local import local_gateway
 
             self._gateway = await self._stack.enter_async_context(
                 local_gateway(self._client, settings.gateway)

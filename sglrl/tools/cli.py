@@ -269,8 +269,8 @@ def generate(
     """Sample continuations and print them, in the order of the prompts."""
     import uvloop
 
-    from ..api.launching import launch
     from ..inference.completion import Completion
+    from ..launching.launch import launch
 
     if not prompts:
         prompts = [line.rstrip("\r\n") for line in sys.stdin]
@@ -295,8 +295,8 @@ def generate(
 
     async def sample() -> list[Completion]:
         async with client:
-            found = await client.generate(**inputs, n=n, logprobs=logprobs, sampling=sampling)
-        return [c for group in found for c in group] if n > 1 else found
+            result = await client.generate(**inputs, n=n, logprobs=logprobs, sampling=sampling)
+        return [c for group in result for c in group] if n > 1 else result
 
     quiet_warnings()
     for i, completion in enumerate(uvloop.run(sample())):
@@ -353,7 +353,7 @@ def doctor(
     json: Annotated[bool, typer.Option("--json", help="Print a JSON array.")] = False,
 ) -> None:
     """Show versions, devices and patches of SGLang, and make one call to test whether it works."""
-    from ..api.engine_arguments import check_engine
+    from ..launching.engine_arguments import check_engine
     from .doctor import argument_lines, argument_rows, examine, table_of
     from .doctor_hosts import examine_hosts
 

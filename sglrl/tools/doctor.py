@@ -15,12 +15,12 @@ import msgspec
 from rich.table import Column, Table
 
 from .. import __version__
-from ..api.argument_table import counted, listed
-from ..api.engine_fields import COMPUTED, engine_fields
-from ..api.launching import cuda_devices, launch
 from ..config import install
 from ..errors import SglrlError
 from ..inference.display import can_redraw
+from ..launching.argument_table import counted, listed
+from ..launching.engine_fields import COMPUTED, engine_fields
+from ..launching.launch import cuda_devices, launch
 
 NEEDED = ("msgspec", "pyzmq", "uvloop", "numpy")
 OPTIONAL = ("sglang", "torch", "transformers")
@@ -163,7 +163,7 @@ async def _call(engine: str) -> Finding:
     if engine == "sglang":
         if not all(_package(name, needed=True).ok for name in OPTIONAL):
             return Finding(name, False, "not tried: packages are missing")
-        from ..api.tiny_model import tiny_model
+        from ..launching.tiny_model import tiny_model
 
         model = str(tiny_model())
     try:

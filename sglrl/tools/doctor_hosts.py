@@ -10,11 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from ..api.launching import cuda_devices
 from ..driver.environment import environment, limits
 from ..errors import SglrlError, UsageError
 from ..hosts.hosts import Hosts
 from ..hosts.node import say_hello
+from ..launching.launch import cuda_devices
 from ..transport.curve_keys import DRIVER, NODE, read_client_keys, read_driver_keys
 from ..transport.zmq import check_port
 from ..wire.nodes import Refuse
@@ -74,9 +74,9 @@ def _of_node(address: str, keys: str | None) -> list[Finding]:
 def _versions(other: Environment | None) -> Finding:
     """Compare what need not be equal, but limits what works."""
     own = environment()
-    found = [] if other is None else limits(other, gpus=bool(cuda_devices()))
-    if found:
-        return Finding("versions", True, f"the program has {'; '.join(found)}")
+    wrong = [] if other is None else limits(other, gpus=bool(cuda_devices()))
+    if wrong:
+        return Finding("versions", True, f"the program has {'; '.join(wrong)}")
     return Finding("versions", True, f"sglrl {own.sglrl} and Python {own.python} on both sides")
 
 

@@ -63,10 +63,10 @@ def node(
     """
     import uvloop
 
-    from ..api.launching import cuda_devices
     from ..driver.environment import environment
     from ..hosts.listening import ListeningNode
     from ..hosts.node import Node, NodeSettings
+    from ..launching.launch import cuda_devices
     from ..transport.addresses import check_tcp, is_loopback
     from ..transport.curve_keys import keys_of_listening_node, read_client_keys
 
@@ -144,8 +144,8 @@ def _chosen(gpus: str | None, visible: list[str]) -> tuple[str, ...]:
         return tuple(visible)
     indices: list[int] = []
     for part in filter(None, gpus.split(",")):
-        found = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
-        named = range(int(found[1]), int(found[2] or found[1]) + 1) if found else ()
+        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part.strip())
+        named = range(int(match[1]), int(match[2] or match[1]) + 1) if match else ()
         if not named:
             raise UsageError(f"--gpus is a list such as 0,1 or 0-7, got {gpus!r}")
         indices += named

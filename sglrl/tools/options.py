@@ -48,7 +48,7 @@ def launch_arguments(given: list[str] | None) -> dict[str, Any]:
     Raises:
         UsageError: a value has no name, a name has two values, or the command has an option for it.
     """
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for text in given or ():
         name, equals, value = text.partition("=")
         if not equals or not name.isidentifier():
@@ -56,13 +56,13 @@ def launch_arguments(given: list[str] | None) -> dict[str, Any]:
         if name in _OPTIONS:
             what = "an argument" if name == "model" else f"the option --{name.replace('_', '-')}"
             raise UsageError(f"--set {name}: give it as {what}")
-        if name in found:
+        if name in arguments:
             raise UsageError(f"--set {name} is given twice")
         try:
-            found[name] = msgspec.json.decode(_OF_PYTHON.get(value, value))
+            arguments[name] = msgspec.json.decode(_OF_PYTHON.get(value, value))
         except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
-            found[name] = value
-    return found
+            arguments[name] = value
+    return arguments
 
 
 def check_target(option: str, file: Path | None, *, makes_folder: bool = False) -> None:

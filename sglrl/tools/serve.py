@@ -77,9 +77,9 @@ def serve(
     """
     import uvloop
 
-    from ..api.launching import launch
-    from ..gateway.listening import reserved
-    from ..gateway.serving import serve as gateway_of
+    from ..gateway.serve import serve as gateway_of
+    from ..gateway.server import reserved
+    from ..launching.launch import launch
 
     check_gateway_packages()
     more = launch_arguments(settings)

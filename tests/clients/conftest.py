@@ -20,7 +20,7 @@ import pytest
 import pytest_asyncio
 
 import sglrl
-from sglrl.gateway.serving import Gateway, GatewaySession, serve
+from sglrl.gateway.serve import Gateway, GatewaySession, serve
 
 from . import network
 from .relay import Call, Relay

@@ -20,7 +20,6 @@ import xgrammar
 from engine.reference import Reference
 from sessions.families import FAMILIES, family_tokenizer
 
-from sglrl.api.tiny_model import make_model
 from sglrl.gateway.app import DIALECTS
 from sglrl.gateway.dialect import TurnRequest
 from sglrl.inference.engine_grammar import engine_grammar
@@ -28,6 +27,7 @@ from sglrl.inference.renderer import find_renderer
 from sglrl.inference.sampling import from_kwargs
 from sglrl.inference.tokens import TokenizerBox
 from sglrl.inference.turn_grammar import turn_format
+from sglrl.launching.tiny_model import make_model
 
 CONTEXT = 32_768
 """The prompts of agents are long, and have about one token for each character."""

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import sglrl
-from sglrl.gateway.serving import serve
+from sglrl.gateway.serve import serve
 
 from .conftest import PYTHON, Judge
 from .relay import Relay

@@ -17,7 +17,7 @@ import httpx
 import torch
 
 import sglrl
-from sglrl.gateway.running import Running
+from sglrl.gateway.local import LocalGateway
 from sglrl.gateway.settings import Settings
 
 _ROOT = str(Path(sglrl.__file__).parent)
@@ -81,7 +81,10 @@ async def follow() -> dict[str, Entered]:
         body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}], "max_tokens": 4}
         # ``serve`` starts a process that does this with a client of ``sglrl.connect``.
         settings = Settings(names=("tiny",))
-        async with Running(client, settings) as gateway, httpx.AsyncClient(timeout=300) as http:
+        async with (
+            LocalGateway(client, settings) as gateway,
+            httpx.AsyncClient(timeout=300) as http,
+        ):
 
             async def chat() -> None:
                 answer = await http.post(f"{gateway.url}/v1/chat/completions", json=body)

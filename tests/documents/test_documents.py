@@ -16,7 +16,7 @@ import pytest
 import typer.core
 import typer.main
 
-from sglrl.api.tiny_model import tiny_model
+from sglrl.launching.tiny_model import tiny_model
 from sglrl.tools.cli import app
 
 ROOT = Path(__file__).parents[2]

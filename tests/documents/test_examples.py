@@ -16,7 +16,7 @@ import wandb
 from sessions.families import FAMILIES, family_tokenizer
 from transformers import AutoModelForCausalLM
 
-from sglrl.api.tiny_model import make_model, tiny_model
+from sglrl.launching.tiny_model import make_model, tiny_model
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

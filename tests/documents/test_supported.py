@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 import sglrl
-from sglrl.api.argument_table import ARGUMENTS
-from sglrl.api.engine_arguments import check_engine_arguments
+from sglrl.launching.argument_table import ARGUMENTS
+from sglrl.launching.engine_arguments import check_engine_arguments
 from sglrl.tools.doctor import SGLANG_RANGE
 
 ROOT = Path(__file__).parents[2]

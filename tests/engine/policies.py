@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from transformers import DynamicCache
 
 import sglrl
-from sglrl.api.tiny_model import make_model
+from sglrl.launching.tiny_model import make_model
 from sglrl.weights import UpdateReport
 from sglrl.weights.update_run import UpdateRun
 

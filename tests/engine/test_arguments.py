@@ -14,7 +14,7 @@ import pytest
 from transformers import AutoTokenizer
 
 import sglrl
-from sglrl.api.tiny_model import make_model
+from sglrl.launching.tiny_model import make_model
 
 from .policies import until_idle, until_running
 from .reference import Reference

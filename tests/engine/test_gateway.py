@@ -19,8 +19,8 @@ import torch
 from sessions.families import FAMILIES, family_tokenizer
 
 import sglrl
-from sglrl.api.tiny_model import make_model
-from sglrl.gateway.serving import Gateway, serve
+from sglrl.gateway.serve import Gateway, serve
+from sglrl.launching.tiny_model import make_model
 
 from .reference import Reference
 

@@ -14,8 +14,8 @@ import pytest_asyncio
 from sessions.families import FAMILIES, family_tokenizer
 
 import sglrl
-from sglrl.api.tiny_model import make_model
-from sglrl.gateway.serving import Gateway, serve
+from sglrl.gateway.serve import Gateway, serve
+from sglrl.launching.tiny_model import make_model
 
 from .reference import Reference
 from .test_gateway import CALL, TOOLS

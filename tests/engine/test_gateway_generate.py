@@ -18,8 +18,8 @@ from openai.types.chat import ChatCompletion
 from trl.generation import vllm_client
 
 import sglrl
-from sglrl.api.tiny_model import make_model
-from sglrl.gateway.serving import serve
+from sglrl.gateway.serve import serve
+from sglrl.launching.tiny_model import make_model
 
 from .policies import until_idle
 from .reference import Reference

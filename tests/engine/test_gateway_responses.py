@@ -13,7 +13,7 @@ from openai.types.responses import ParsedResponse
 from pydantic import BaseModel
 
 import sglrl
-from sglrl.gateway.serving import Gateway, serve
+from sglrl.gateway.serve import Gateway, serve
 
 from . import test_gateway
 from .reference import Reference

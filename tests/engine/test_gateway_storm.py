@@ -28,7 +28,7 @@ import pytest
 from sessions.families import FAMILIES, family_tokenizer
 
 import sglrl
-from sglrl.gateway.serving import Gateway, serve
+from sglrl.gateway.serve import Gateway, serve
 
 from .policies import Lab, Policies, logprobs_of_versions
 from .storm_agents import FAULTS, Agent, http_client

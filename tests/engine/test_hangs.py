@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 
 import sglrl
-from sglrl.api.tiny_model import make_model
 from sglrl.core.hangs import PREFILL, WEIGHTS
+from sglrl.launching.tiny_model import make_model
 
 from .policies import gated, until_running
 from .reference import Reference

@@ -12,7 +12,7 @@ import pytest_asyncio
 from safetensors.torch import load_file, save_file
 
 import sglrl
-from sglrl.api.tiny_model import make_model
+from sglrl.launching.tiny_model import make_model
 
 from .reference import Reference
 

@@ -17,7 +17,7 @@ import torch
 
 import sglrl
 from sglrl.errors import EngineError
-from sglrl.gateway.serving import serve
+from sglrl.gateway.serve import serve
 from sglrl.integrations.genlm import AsyncSGLTransformer
 from sglrl.rollouts import stack
 

@@ -16,7 +16,7 @@ import pytest
 import pytest_asyncio
 
 import sglrl
-from sglrl.api.tiny_model import make_model
+from sglrl.launching.tiny_model import make_model
 
 from .policies import until_idle
 from .reference import Reference

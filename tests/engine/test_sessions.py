@@ -15,7 +15,7 @@ import pytest
 import pytest_asyncio
 
 import sglrl
-from sglrl.api.tiny_model import CHAT_TEMPLATE
+from sglrl.launching.tiny_model import CHAT_TEMPLATE
 from sglrl.wire.engine import TokenChunk
 
 from .policies import PROMPTS, Lab, Policies, until_running

@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import save_file
 
 import sglrl
-from sglrl.gateway.serving import serve
+from sglrl.gateway.serve import serve
 from sglrl.weights import Sender
 
 from .policies import NORM, Lab, Policies, Weights

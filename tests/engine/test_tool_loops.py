@@ -15,7 +15,7 @@ import xgrammar
 from sessions.families import FAMILIES, family_tokenizer
 
 import sglrl
-from sglrl.api.tiny_model import make_model
+from sglrl.launching.tiny_model import make_model
 
 from .reference import Reference
 

@@ -20,8 +20,8 @@ from readme import DOCS
 from sessions.families import FAMILIES, family_template, family_tokenizer
 
 import sglrl
-from sglrl.api.tiny_model import make_model
-from sglrl.gateway.serving import serve
+from sglrl.gateway.serve import serve
+from sglrl.launching.tiny_model import make_model
 
 from .reference import Reference
 

@@ -21,7 +21,7 @@ from torchrl.weight_update.llm.sglang_nccl import (  # type: ignore[import-not-f
 )
 
 import sglrl
-from sglrl.gateway.serving import serve
+from sglrl.gateway.serve import serve
 
 from .policies import NORM, Lab, Policies, Weights, until_running
 

@@ -25,7 +25,7 @@ import sglrl
 from sglrl.gateway import process
 from sglrl.gateway.process import GatewayProcess
 from sglrl.gateway.running_turns import RunningTurns
-from sglrl.gateway.serving import Gateway
+from sglrl.gateway.serve import Gateway
 from sglrl.gateway.settings import Settings
 
 REQUESTS = int(os.environ.get("SGLRL_FUZZ_REQUESTS", "4000"))

@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 import sglrl
 from sglrl.gateway.app import split_model
-from sglrl.gateway.serving import Gateway, serve
+from sglrl.gateway.serve import Gateway, serve
 
 from .made import client_of
 

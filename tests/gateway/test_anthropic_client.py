@@ -17,7 +17,7 @@ from sessions.families import FAMILIES, family_tokenizer
 
 import sglrl
 from sglrl.gateway.anthropic import MessagesRequest
-from sglrl.gateway.serving import Gateway, serve
+from sglrl.gateway.serve import Gateway, serve
 
 from .test_anthropic import ADD, ASK, CACHED, CALL, IMAGE, blocks_of
 from .test_anthropic_answers import check_events

@@ -14,7 +14,7 @@ import sglrl
 from sglrl.gateway.answers import message_of
 from sglrl.gateway.chat import CHAT, ChatRequest, parse
 from sglrl.gateway.conversations import Digest
-from sglrl.gateway.serving import Gateway, serve
+from sglrl.gateway.serve import Gateway, serve
 from sglrl.inference.message import AssistantMessage, ToolCall
 
 from .made import client_of, completion

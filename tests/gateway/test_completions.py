@@ -18,7 +18,7 @@ import sglrl
 from sglrl.errors import InvalidRequest
 from sglrl.gateway.completions import CompletionAnswer, CompletionRequest, parse
 from sglrl.gateway.dialect import Sent
-from sglrl.gateway.serving import Gateway, serve
+from sglrl.gateway.serve import Gateway, serve
 
 from .made import chunk, client_of, completion
 from .test_chat import JSON

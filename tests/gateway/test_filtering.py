@@ -11,11 +11,11 @@ from sessions.families import FAMILIES, family_tokenizer
 
 import sglrl
 from sglrl import GatewayOptions, InvalidRequest, UsageError
-from sglrl.api.tiny_model import make_model
 from sglrl.gateway.dialect import TurnRequest
 from sglrl.gateway.filtering import Filtering
 from sglrl.inference.chat_templates import template_shows_system
 from sglrl.inference.tokens import TokenizerBox
+from sglrl.launching.tiny_model import make_model
 
 
 def message(text: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from sessions.families import FAMILIES, family_tokenizer
 
 import sglrl
 from sglrl.errors import InvalidRequest
-from sglrl.gateway.serving import Gateway, serve
+from sglrl.gateway.serve import Gateway, serve
 from sglrl.gateway.sglang_generate import GenerateRequest, _Sampling, parse
 
 from .made import chunk, completion

@@ -11,7 +11,7 @@ import pytest
 
 import sglrl
 from sglrl.gateway import completions, sglang_generate, tokens, vllm_generate
-from sglrl.gateway.serving import serve
+from sglrl.gateway.serve import serve
 
 ODD: list[Any] = [
     None, True, False, 0, -1, 3, 2**31, 2**63, 10**30, 1.5, -1e308, "", "x", "\x00", [], {}, [[]],

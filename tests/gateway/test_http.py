@@ -25,9 +25,9 @@ from engine.policies import until_idle, until_running
 
 import sglrl
 from sglrl import config
-from sglrl.gateway import serving
+from sglrl.gateway import serve as serve_module
 from sglrl.gateway.chat import ChatRequest
-from sglrl.gateway.serving import Gateway, serve
+from sglrl.gateway.serve import Gateway, serve
 from sglrl.gateway.settings import Settings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -100,7 +100,7 @@ async def test_the_name_of_the_model(pool: sglrl.Client, path: str) -> None:
 
 
 async def test_a_slow_body(pool: sglrl.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "Settings", partial(Settings, body_seconds=0.3))
+    monkeypatch.setattr(serve_module, "Settings", partial(Settings, body_seconds=0.3))
     async with serve(pool, name="tiny") as gateway:
         port = int(gateway.url.rpartition(":")[2])
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -130,7 +130,7 @@ async def sent(gateway: Gateway, data: bytes) -> bytes:
 
 
 async def test_slow_and_long_heads(pool: sglrl.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serving, "Settings", partial(Settings, body_seconds=0.3))
+    monkeypatch.setattr(serve_module, "Settings", partial(Settings, body_seconds=0.3))
     begin = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
     body = json.dumps(SLOW).encode()
     whole = begin + b"content-length: %d\r\n\r\n" % len(body) + body

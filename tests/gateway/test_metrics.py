@@ -18,7 +18,7 @@ import sglrl
 from sglrl.driver.driver import now
 from sglrl.gateway.dialect import TurnRequest
 from sglrl.gateway.metrics import Metrics
-from sglrl.gateway.serving import Gateway, serve
+from sglrl.gateway.serve import Gateway, serve
 from sglrl.inference.completion import Completion
 
 from .made import completion

@@ -15,7 +15,7 @@ from sglrl.gateway.app import DIALECTS, Endpoints
 from sglrl.gateway.chat import ChatRequest
 from sglrl.gateway.errors import HttpError
 from sglrl.gateway.registry import Registry
-from sglrl.gateway.serving import serve
+from sglrl.gateway.serve import serve
 from sglrl.gateway.settings import Settings
 
 

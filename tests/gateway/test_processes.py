@@ -19,7 +19,7 @@ from engine.policies import until_idle, until_running
 from prometheus_client.parser import text_string_to_metric_families
 
 import sglrl
-from sglrl.gateway.serving import Gateway, serve
+from sglrl.gateway.serve import Gateway, serve
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

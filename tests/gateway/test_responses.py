@@ -16,7 +16,7 @@ import pytest_asyncio
 
 import sglrl
 from sglrl.gateway.responses import ResponsesRequest
-from sglrl.gateway.serving import Gateway, serve
+from sglrl.gateway.serve import Gateway, serve
 
 from .made import client_of
 

@@ -10,9 +10,9 @@ import pytest
 import xgrammar
 from transformers import AutoTokenizer
 
-from sglrl.api.tiny_model import tiny_model
 from sglrl.errors import InvalidRequest
 from sglrl.gateway import chat, completions, vllm_generate
+from sglrl.launching.tiny_model import tiny_model
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORM = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import sglrl
 from sglrl.errors import InvalidRequest
-from sglrl.gateway.serving import serve
+from sglrl.gateway.serve import serve
 from sglrl.gateway.vllm_generate import TokenRequest, _Sampling, parse
 
 from .made import completion

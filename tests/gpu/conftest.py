@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
-from sglrl.api.tiny_model import make_model
+from sglrl.launching.tiny_model import make_model
 
 # These kernels run on every CUDA device. Capturing prefill graphs would take a minute.
 ARGUMENTS = {

@@ -14,7 +14,7 @@ import sgl_kernel
 from engine.reference import Reference
 
 import sglrl
-from sglrl.api.tiny_model import make_model
+from sglrl.launching.tiny_model import make_model
 
 from .conftest import ARGUMENTS, TOLERANCE
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import sglrl
-from sglrl.api.tiny_model import make_tokenizer
+from sglrl.launching.tiny_model import make_tokenizer
 
 TEMPLATE = (
     "{% for tool in tools or [] %}<tool>{{ tool | tojson }}</tool>\n{% endfor %}"

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import sglrl
-from sglrl.api.tiny_model import make_tokenizer
+from sglrl.launching.tiny_model import make_tokenizer
 
 _BEGIN = "<|im_start|>{{ m.role }}\n"
 _END = "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"

@@ -15,7 +15,6 @@ import pytest_asyncio
 from typer.testing import CliRunner
 
 import sglrl
-from sglrl.api import launching
 from sglrl.gateway.app import DIALECTS
 from sglrl.inference import sampling_fields as kinds
 from sglrl.inference.sampling import (
@@ -170,7 +169,7 @@ def test_every_option_of_commands(
         found.append(settings.sampling)
         raise Stop
 
-    monkeypatch.setattr(launching, "launch", lambda *args, **values: Recorder())
+    monkeypatch.setattr("sglrl.launching.launch.launch", lambda *args, **values: Recorder())
     monkeypatch.setattr(eval_run, "run_eval", run_eval)
     (tmp_path / "in").touch()
     files = ["--input", str(tmp_path / "in"), "--output", str(tmp_path / "out")]

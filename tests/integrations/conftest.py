@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import sglrl
-from sglrl.api.tiny_model import make_model
+from sglrl.launching.tiny_model import make_model
 
 
 @pytest.fixture(scope="session")

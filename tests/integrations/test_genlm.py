@@ -25,12 +25,12 @@ from readme import README, example
 from safetensors.torch import load_file, save_file
 
 import sglrl
-from sglrl.api.tiny_model import make_character_tokenizer, make_model
 from sglrl.core.seeds import derived_seed
 from sglrl.integrations import genlm
 from sglrl.integrations.genlm import AsyncSGLTransformer, Token
 from sglrl.integrations.genlm.deliveries import Deliveries
 from sglrl.integrations.genlm.vocabulary import token_bytes, token_strings
+from sglrl.launching.tiny_model import make_character_tokenizer, make_model
 from sglrl.wire.engine import NextTokenArgs
 
 TEXTS = [

@@ -22,7 +22,6 @@ from torchrl.objectives.llm import CISPOLoss, GRPOLoss, MCAdvantage
 from torchrl.objectives.llm.grpo import DAPO
 
 import sglrl
-from sglrl.api.tiny_model import make_model
 from sglrl.integrations.torchrl import (
     AsyncSGLang,
     KLRewardTransform,
@@ -30,6 +29,7 @@ from sglrl.integrations.torchrl import (
     SGLangWrapper,
     get_sglang_model_metadata,
 )
+from sglrl.launching.tiny_model import make_model
 
 pytestmark = [
     # These warnings come from TorchRL itself.

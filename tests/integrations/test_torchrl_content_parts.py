@@ -13,8 +13,8 @@ from torchrl.data.llm.history import ContentBase
 from torchrl.modules.llm.policies import ChatHistory
 
 import sglrl
-from sglrl.api.tiny_model import make_tokenizer
 from sglrl.integrations.torchrl import SGLangWrapper
+from sglrl.launching.tiny_model import make_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content if m.content is string }}"

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import sglrl
-from sglrl.api.tiny_model import make_model
 from sglrl.integrations.trl import SGLangRollouts, agent_reward
+from sglrl.launching.tiny_model import make_model
 
 from .trl_program import distance, number_of_parameters, train_in_two_processes
 

@@ -14,8 +14,8 @@ import pytest
 import pytest_asyncio
 
 import sglrl
-from sglrl.gateway.alone import AloneTurn
 from sglrl.gateway.dialect import TurnRequest
+from sglrl.gateway.stateless import StatelessTurn
 from sglrl.inference.sampling import SentSampling
 from sglrl.sessions.session_spec import SessionSpec
 
@@ -214,7 +214,7 @@ async def test_choices_of_http_requests_without_a_session(client: sglrl.Client) 
             TurnRequest(prompt=PROMPT, choices=n, sampling={"seed": seed, "max_new_tokens": 2})
             for n, seed in given
         ]
-        made = await AloneTurn(base, requests, lambda *_: None).result()
+        made = await StatelessTurn(base, requests, lambda *_: None).result()
         return [completion.params.seed for completion in made]
 
     found = await seeds((3, 7), (3, 7))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import trl
 from tokenizers import AddedToken
 
-from sglrl.api.tiny_model import make_tokenizer
+from sglrl.launching.tiny_model import make_tokenizer
 
 _TEMPLATES = Path(trl.__file__).parent / "chat_templates"
 _QWEN = "<|im_start|> <|im_end|> <|endoftext|> <think> </think> <tool_call> </tool_call> "

@@ -13,7 +13,7 @@ import pytest
 import pytest_asyncio
 
 import sglrl
-from sglrl.api.tiny_model import make_tokenizer
+from sglrl.launching.tiny_model import make_tokenizer
 from sglrl.rollouts import load, save, stack
 from sglrl.sessions.session import Session
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import sglrl
-from sglrl.api.tiny_model import make_tokenizer
+from sglrl.launching.tiny_model import make_tokenizer
 from sglrl.rollouts import load, save, to_jsonl
 
 ASK = [{"role": "user", "content": "Add <one> & two."}]

@@ -14,8 +14,8 @@ import pytest_asyncio
 from readme import DOCS, example
 
 import sglrl
-from sglrl.api.tiny_model import make_tokenizer
 from sglrl.inference.message import AssistantMessage
+from sglrl.launching.tiny_model import make_tokenizer
 from sglrl.sessions import session as session_module
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -14,7 +14,7 @@ import pytest
 
 import sglrl
 from sglrl.__main__ import main
-from sglrl.api.tiny_model import make_model
+from sglrl.launching.tiny_model import make_model
 from sglrl.tools.options import launch_arguments
 
 

@@ -21,10 +21,10 @@ import pytest
 from readme import DOCS, example
 
 from sglrl.__main__ import main
-from sglrl.api.tiny_model import make_model
 from sglrl.client.client import Client
 from sglrl.errors import UsageError
 from sglrl.inference.sampling import SamplingParams
+from sglrl.launching.tiny_model import make_model
 from sglrl.tools.eval import run as eval_run
 from sglrl.tools.eval.items import Item, read_items
 from sglrl.tools.eval.results import Outcome, ResultsFile, Sample

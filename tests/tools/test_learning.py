@@ -16,10 +16,10 @@ from rich.console import Console
 
 import sglrl
 from sglrl.__main__ import main
-from sglrl.api.tiny_model import CHARACTER_SPECIAL_TOKENS, make_model
 from sglrl.inference.completion import Completion
 from sglrl.inference.renderer import Renderer, find_renderer
 from sglrl.inference.tokens import TokenizerBox
+from sglrl.launching.tiny_model import CHARACTER_SPECIAL_TOKENS, make_model
 from sglrl.rollouts import Trajectory, Turn
 from sglrl.sessions.tools import run_tools
 from sglrl.tools.demo.replay import replay

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 
-from ...api.blocking import BlockingClient, blocking
 from ...client.client import Client
 from ...core.seeds import derived_seed
 from ...errors import Closed, InvalidRequest, UsageError
 from ...inference.tokens import check_ids
+from ...launching.blocking import BlockingClient, blocking
 from .engine_loop import EngineLoop
 from .queries import Key, Queries
 from .vocabulary import Token, token_bytes, token_strings

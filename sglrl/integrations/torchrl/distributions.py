@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...api.blocking import BlockingClient
+from ...launching.blocking import BlockingClient
 from .rows import Sample
 
 

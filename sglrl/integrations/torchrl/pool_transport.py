@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...api.blocking import BlockingClient, blocking
+from ...launching.blocking import BlockingClient, blocking
 from ...weights.tensor_source import check_metadata
 from ...weights.update_report import UpdateReport
 from .environment import INFLIGHT, PauseMode, logger, pause_mode

@@ -15,8 +15,8 @@ import torch
 from torchrl.modules.llm.backends import RLSGLangEngine as RLSGLangEngine
 from torchrl.modules.llm.backends.sglang.sglang_utils import get_local_ip_address, get_open_port
 
-from ...api.blocking import BlockingClient, blocking
 from ...inference.sampling import SamplingParams
+from ...launching.blocking import BlockingClient, blocking
 from .balancer import LoadBalancer
 from .environment import warn_of_unused
 from .service_client import CONNECTION, close, connect, launch_arguments, without_secret

@@ -6,8 +6,8 @@ import threading
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ...api.blocking import BlockingClient, blocking
 from ...errors import Closed, DeadlineExceeded, UsageError
+from ...launching.blocking import BlockingClient, blocking
 
 CONNECTION: Final = ("keys", "insecure", "heartbeat_timeout")
 """Names in ``server_kwargs`` that a copy of the service in another process also needs."""

@@ -16,7 +16,7 @@ import torch
 from torchrl.modules.llm.backends.sglang.sglang_utils import get_local_ip_address, get_open_port
 from torchrl.weight_update.weight_sync_schemes import WeightStrategy, WeightSyncScheme
 
-from ...api.blocking import BlockingClient, blocking
+from ...launching.blocking import BlockingClient, blocking
 from ...weights.update_report import UpdateReport
 from .environment import PauseMode, logger, warn_of_unused
 from .folder_transport import FolderTransport

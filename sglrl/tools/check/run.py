@@ -10,9 +10,9 @@ import uvloop
 from rich.console import Console
 
 from ... import __version__
-from ...api.launching import launch
-from ...api.tiny_model import tiny_model
 from ...errors import UsageError
+from ...launching.launch import launch
+from ...launching.tiny_model import tiny_model
 from ...wire.engine import EngineInfo
 from ..display import is_live, quiet_transformers, stage, start_up
 from ..logprob_check import compare, load_reference, tolerance_for

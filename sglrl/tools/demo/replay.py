@@ -44,9 +44,9 @@ def replay(
     for version, by_length in turns.items():
         model.load_state_dict(versions[version])
         # Each batch has inputs of one length, so that there is no padding.
-        for length, found in by_length.items():
-            rows = _logprobs(model, [trajectories[n].input_ids[:length] for n, _ in found])
-            for (number, turn), row in zip(found, rows, strict=True):
+        for length, members in by_length.items():
+            rows = _logprobs(model, [trajectories[n].input_ids[:length] for n, _ in members])
+            for (number, turn), row in zip(members, rows, strict=True):
                 expected[number][turn.start : turn.stop] = row[length - (turn.stop - turn.start) :]
     return _compare(trajectories, expected, tolerance)
 
@@ -59,10 +59,10 @@ def _logprobs(model: Any, ids: list[NDArray[np.int32]]) -> NDArray[np.float32]:
 
     tokens = torch.tensor(np.array(ids)).long()
     with torch.inference_mode():
-        found: NDArray[np.float32] = token_logprobs(
+        logprobs: NDArray[np.float32] = token_logprobs(
             model(input_ids=tokens, use_cache=False).logits, tokens
         ).numpy()
-    return found
+    return logprobs
 
 
 def _mixed(
@@ -90,10 +90,10 @@ def _mixed(
             ).logits[0, begin - end :]
         held = end - 1
         rows.append(torch.log_softmax(logits.float(), dim=-1))
-    found: NDArray[np.float32] = (
+    logprobs: NDArray[np.float32] = (
         torch.cat(rows).gather(1, ids[0, start:stop, None]).squeeze(1).numpy()
     )
-    return found
+    return logprobs
 
 
 def _compare(

@@ -221,12 +221,12 @@ def save_plot(report: Report, file: Path) -> None:
     axes = figure.subplots()
     for number, result in enumerate(report.tasks):
         color = f"C{number}"
-        found = [
+        points = [
             (i, s.rewards[result.task])
             for i, s in enumerate(report.steps, 1)
             if result.task in s.rewards
         ]
-        axes.plot(*zip(*found, strict=True), color=color, alpha=0.3, linewidth=1)
+        axes.plot(*zip(*points, strict=True), color=color, alpha=0.3, linewidth=1)
         means = mean_rewards(report.steps, result.task)
         axes.plot(range(1, len(means) + 1), means, color=color, label=result.task)
     axes.axhline(GOAL, color="0.5", linestyle="--", linewidth=1)

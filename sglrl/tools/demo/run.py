@@ -15,10 +15,10 @@ from rich.console import Console
 
 from ... import __version__
 from ...actors.spawning import spawn
-from ...api.launching import launch
-from ...api.tiny_model import tiny_model
 from ...client.client import Client
 from ...errors import UsageError
+from ...launching.launch import launch
+from ...launching.tiny_model import tiny_model
 from ...rollouts import Group, Trajectory, rollout
 from ..display import is_live, quiet_transformers, stage, start_up
 from ..logprob_check import LogprobCheck, tolerance_for
@@ -236,4 +236,4 @@ def _rewards(groups: list[Group]) -> dict[str, float]:
     by_task: dict[str, list[float]] = {}
     for group in groups:
         by_task.setdefault(group.item["task"], []).extend(group.rewards.tolist())
-    return {task: sum(found) / len(found) for task, found in sorted(by_task.items())}
+    return {task: sum(rewards) / len(rewards) for task, rewards in sorted(by_task.items())}

@@ -32,9 +32,9 @@ class Shelf(Actor):
     @endpoint(idempotent=True)
     async def look_up(self, shelf: int, name: str) -> str:
         """Return two digits. Sleeps for a random time, to act like a real tool."""
-        found = random.Random(f"{shelf}/{name}")
-        await asyncio.sleep(found.uniform(*TOOL_SECONDS))
-        return "".join(found.choices(DIGITS, k=2))
+        rng = random.Random(f"{shelf}/{name}")
+        await asyncio.sleep(rng.uniform(*TOOL_SECONDS))
+        return "".join(rng.choices(DIGITS, k=2))
 
 
 def items(tasks: Sequence[str], seed: int) -> Iterator[dict[str, Any]]:

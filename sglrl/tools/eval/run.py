@@ -16,11 +16,11 @@ import uvloop
 from numpy.typing import NDArray
 from rich.console import Console
 
-from ...api.launching import launch
 from ...client.client import Client
 from ...core.seeds import derived_seed
 from ...errors import EngineError, UsageError
 from ...inference.sampling import SamplingParams
+from ...launching.launch import launch
 from ..display import is_live, stage, start_up
 from .items import Item, read_items
 from .results import ResultsFile, Sample

@@ -43,9 +43,9 @@ class Score:
         name = f"{item.place}: --score {self._spec}"
         try:
             # A copy: the output must have the fields of the input.
-            found = self._function(copy.deepcopy(item.fields), text)
-            if inspect.isawaitable(found):
-                found = await found
+            passed = self._function(copy.deepcopy(item.fields), text)
+            if inspect.isawaitable(passed):
+                passed = await passed
         except Exception as error:
             raise SglrlError(f"{name} raised an exception\n{_traceback(error)}") from error
         except asyncio.CancelledError as error:
@@ -55,11 +55,11 @@ class Score:
             raise SglrlError(f"{name} was cancelled by something that it awaited") from error
         try:
             # Numbers of numpy and torch too, but no text.
-            value = float(found) if hasattr(found, "__float__") else math.nan
+            value = float(passed) if hasattr(passed, "__float__") else math.nan
         except (TypeError, ValueError, OverflowError, RuntimeError):
             value = math.nan
         if not math.isfinite(value):
-            raise SglrlError(f"{name} must return a finite number or a bool, got {found!r:.200}")
+            raise SglrlError(f"{name} must return a finite number or a bool, got {passed!r:.200}")
         return value
 
 

@@ -24,7 +24,7 @@ _TESTS: Final = {
     "tests/engine/test_hidden_states.py": "enable_return_hidden_states",
     "tests/engine/test_routed_experts.py": "enable_return_routed_experts",
     "tests/engine/test_lora.py": "lora_paths max_loras_per_batch max_loaded_loras",
-    "tests/api/test_lora_arguments.py": """
+    "tests/launching/test_lora_arguments.py": """
         enable_lora max_lora_rank lora_target_modules lora_backend
     """,
     "tests/engine/test_back_pressure.py": "schedule_conservativeness",

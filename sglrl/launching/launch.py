@@ -437,12 +437,12 @@ def _place(
 ) -> list[list[str] | None]:
     """Return the GPUs of each replica; None for each replica on CPU."""
     _check_device(device)
-    found = [] if device == "cpu" else cuda_devices()
+    usable = [] if device == "cpu" else cuda_devices()
     if gpus is not None:
         if device == "cpu":
             raise UsageError("gpus= is for workers on GPUs, and device is 'cpu'")
-        found = _usable(gpus)
-    if device == "cpu" or (device == "auto" and not found):
+        usable = _usable(gpus)
+    if device == "cpu" or (device == "auto" and not usable):
         if tp_size > 1:
             raise NotEnoughDevices(
                 f"tp_size={tp_size} needs {tp_size} GPUs for each replica; on a CPU, SGLang's "
@@ -450,27 +450,27 @@ def _place(
             )
         return [None] * replicas
     needed = replicas * tp_size
-    if len(found) < needed:
+    if len(usable) < needed:
         raise NotEnoughDevices(
             f"replicas={replicas} with tp_size={tp_size} need {needed} GPUs; "
-            f"{len(found)} are there (CUDA_VISIBLE_DEVICES and gpus= limit them); without a GPU, "
+            f"{len(usable)} are there (CUDA_VISIBLE_DEVICES and gpus= limit them); without a GPU, "
             "use device='cpu'"
         )
-    return [found[i : i + tp_size] for i in range(0, needed, tp_size)]
+    return [usable[i : i + tp_size] for i in range(0, needed, tp_size)]
 
 
 def _usable(gpus: Sequence[int] | None) -> list[str]:
     """Return the visible GPUs, restricted to the indices in ``gpus`` if given."""
-    found = cuda_devices()
+    devices = cuda_devices()
     if gpus is None:
-        return found
-    wrong = [g for g in gpus if isinstance(g, bool) or g not in range(len(found))]
+        return devices
+    wrong = [g for g in gpus if isinstance(g, bool) or g not in range(len(devices))]
     if wrong or len(set(gpus)) != len(gpus):
         raise NotEnoughDevices(
-            f"gpus={list(gpus)!r} must name different ones of the {len(found)} visible GPUs, "
+            f"gpus={list(gpus)!r} must name different ones of the {len(devices)} visible GPUs, "
             "from 0 on"
         )
-    return [found[g] for g in gpus]
+    return [devices[g] for g in gpus]
 
 
 def cuda_devices() -> list[str]:

@@ -24,7 +24,7 @@ from ..transport.system_limits import start_thread
 from ..weights.update_report import UpdateReport
 from .blocking_rollout import BlockingRollout
 from .client_thread import ClientThread, plain
-from .launching import launch
+from .launch import launch
 from .without_await import without_await
 
 _T = TypeVar("_T")

@@ -1,6 +1,6 @@
-"""What a program calls first.
+"""How a program starts.
 
-* ``launching``: ``launch`` starts engine workers;
+* ``launch``: ``launch`` starts engine workers;
 * ``engine_arguments``, ``engine_aliases``, ``model_folder``: its checks of SGLang's arguments and
   of the model;
 * ``tiny_model``: makes a small random model without a network;

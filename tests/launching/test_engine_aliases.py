@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from sglrl.api.engine_aliases import ALIASES, FLAGS, without_aliases
-from sglrl.api.engine_arguments import check_engine_arguments
-from sglrl.api.engine_fields import engine_fields
 from sglrl.errors import UsageError
+from sglrl.launching.engine_aliases import ALIASES, FLAGS, without_aliases
+from sglrl.launching.engine_arguments import check_engine_arguments
+from sglrl.launching.engine_fields import engine_fields
 
 CONSTANTS = {
     "Backend.BREAKABLE": "breakable",

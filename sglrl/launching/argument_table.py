@@ -101,8 +101,8 @@ def listed(fields: Iterable[str] = ARGUMENTS) -> list[tuple[str, Argument]]:
     """
     unknown = Argument("rejected", "sglrl does not know it")
     order = list(STATES)
-    found = [(name, ARGUMENTS.get(name, unknown)) for name in fields]
-    return sorted(found, key=lambda row: (order.index(row[1].state), row[0].lstrip("_")))
+    rows = [(name, ARGUMENTS.get(name, unknown)) for name in fields]
+    return sorted(rows, key=lambda row: (order.index(row[1].state), row[0].lstrip("_")))
 
 
 def counted(fields: Iterable[str] = ARGUMENTS) -> str:

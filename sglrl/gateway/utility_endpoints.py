@@ -31,7 +31,7 @@ class _AbortSeveral(msgspec.Struct, frozen=True):
     request_ids: list[str]
 
 
-class NativeEndpoints:
+class UtilityEndpoints:
     """Answers the requests.
 
     Args:
@@ -82,13 +82,13 @@ class NativeEndpoints:
     async def model_info(self, request: Request) -> Response:
         self._access.session_of(request)
         client = self._client
-        found = {
+        info = {
             "model_path": client.info.model,
             "tokenizer_path": client.info.tokenizer or client.info.model,
             "is_generation": True,
             "weight_version": str(client.weight_version),
         }
-        return json_response(found)
+        return json_response(info)
 
     async def flush_cache(self, request: Request) -> Response:
         """Empty the prefix caches. Status 400: an engine has requests and keeps its cache."""

@@ -1,8 +1,11 @@
-"""The tokens of the choices of a request as they arrive, for a stream."""
+"""Streams: the events of a request's choices, with text or with tokens, as they arrive."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import msgspec
 import numpy as np
@@ -11,9 +14,86 @@ from ..driver.driver import now
 from ..inference.chunk import StreamText
 from ..sessions.session_spec import SessionSpec
 from ..wire.engine import TokenChunk
-from .arrivals import Arrivals
-from .dialect import Progress, Sent, TokenAnswer, TurnRequest
+from .deltas import Deltas
+from .dialect import Answer, NewTokens, Part, Progress, Sent, TokenAnswer, TurnRequest
 from .unfinished import unfinished
+
+_T = TypeVar("_T")
+
+
+class Arrivals(Generic[_T]):
+    """A queue from callbacks to the one coroutine that iterates over it until it ends."""
+
+    def __init__(self) -> None:
+        self._items: list[_T] = []
+        self._arrived = asyncio.Event()
+        self._ended = False
+
+    def add(self, item: _T) -> None:
+        self._items.append(item)
+        self._arrived.set()
+
+    def end(self, task: asyncio.Task[Any] | None = None) -> None:
+        """End the iteration after all items. This may be the callback of a finished task."""
+        self._ended = True
+        self._arrived.set()
+
+    async def begun(self) -> None:
+        """Wait for the first item, or the end."""
+        await self._arrived.wait()
+
+    async def __aiter__(self) -> AsyncIterator[_T]:
+        while True:
+            await self._arrived.wait()
+            items, self._items = self._items, []
+            if not self._ended:
+                self._arrived.clear()
+            elif not items:
+                return
+            for item in items:
+                yield item
+
+
+class StreamedText:
+    """Makes the events of a stream with the text of messages.
+
+    Attributes:
+        arrived: for each new text, the number of its choice, the part of its message, the text, and
+            a function that returns the tokens that have arrived since the text before.
+    """
+
+    def __init__(self, requests: Sequence[TurnRequest]) -> None:
+        self._requests = [one for one in requests for _ in range(one.choices)]
+        self._deltas: list[Deltas | None] = [None] * len(self._requests)
+        self._chunks: list[list[TokenChunk]] = [[] for _ in self._requests]
+        self.arrived: Arrivals[tuple[int, Part, str, NewTokens]] = Arrivals()
+
+    @property
+    def sent(self) -> list[Mapping[Part, str]]:
+        """For each choice, the text of each part of the message so far."""
+        return [{} if deltas is None else deltas.sent for deltas in self._deltas]
+
+    def add(self, choice: int, spec: SessionSpec, chunk: TokenChunk) -> None:
+        """Add new tokens of a choice.
+
+        Args:
+            spec: the settings of the choice's session.
+        """
+        deltas, request = self._deltas[choice], self._requests[choice]
+        if deltas is None:
+            params = spec.prepare(dict(request.sampling)).params
+            deltas = self._deltas[choice] = Deltas(spec, params)
+        self._chunks[choice].append(chunk)
+        for part, text in deltas.add(chunk):
+            chunks, self._chunks[choice] = self._chunks[choice], []
+            given = spec, b"", chunks, deltas.params, request.top_logprobs, 0.0
+            new = partial(unfinished, *given) if chunks else None
+            self.arrived.add((choice, part, text, new))
+
+    async def events(self, answer: Answer) -> AsyncIterator[bytes]:
+        """Yield the events of an answer."""
+        async for choice, part, text, new in self.arrived:
+            yield answer.text(choice, part, text, new)
 
 
 class StreamedTokens:
@@ -38,14 +118,14 @@ class StreamedTokens:
         """Add new tokens of a choice.
 
         Args:
-            spec: of its session.
+            spec: the settings of the choice's session.
         """
-        found = self._choices[choice]
-        if found is None:
-            found = self._choices[choice] = _Choice(spec, self._requests[choice], self._began)
+        entry = self._choices[choice]
+        if entry is None:
+            entry = self._choices[choice] = _Choice(spec, self._requests[choice], self._began)
         if chunk.finish in ("", "abort") and chunk.ids:
             # Aborted turns of sessions go on. The end of a turn is sent with the whole turn.
-            found.add(chunk)
+            entry.add(chunk)
             self.arrived.add(choice)
 
     async def events(self, answer: TokenAnswer) -> AsyncIterator[bytes]:
@@ -91,10 +171,10 @@ class _Choice:
             self._chunks.append(chunk)
 
     def progress(self) -> Progress:
-        found = unfinished(
+        completion = unfinished(
             self.spec, self._prompt, self._chunks, self._params, self._top, self._began
         )
-        return Progress(found, self._so_far, self.sent)
+        return Progress(completion, self._so_far, self.sent)
 
     def mark_sent(self) -> None:
         """The tokens so far were sent, and the text that was decoded."""

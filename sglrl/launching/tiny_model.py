@@ -165,7 +165,7 @@ def make_model(
 
 
 def tiny_model(**options: Any) -> Path:
-    """Return the folder of a tiny model. Make the model if it is not in the cache.
+    """Return the folder of a small random model, which is made without a network on first use.
 
     Args:
         **options: as in ``make_model``.

@@ -17,12 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import sglrl
-from sglrl.api.accepted_arguments import HARMLESS, PASSED_ON, TESTED
-from sglrl.api.argument_table import ARGUMENTS, OWN_ARGUMENTS, counted, listed, markdown
-from sglrl.api.engine_arguments import check_engine_arguments
-from sglrl.api.engine_fields import COMPUTED, EngineField, engine_fields
-from sglrl.api.rejected_arguments import _GROUPS, REJECTED
-from sglrl.api.text_arguments import JSON_TEXTS, check_files
+from sglrl.launching.accepted_arguments import HARMLESS, PASSED_ON, TESTED
+from sglrl.launching.argument_table import ARGUMENTS, OWN_ARGUMENTS, counted, listed, markdown
+from sglrl.launching.engine_arguments import check_engine_arguments
+from sglrl.launching.engine_fields import COMPUTED, EngineField, engine_fields
+from sglrl.launching.rejected_arguments import _GROUPS, REJECTED
+from sglrl.launching.text_arguments import JSON_TEXTS, check_files
 
 FIELDS = engine_fields()
 ROOT = Path(__file__).parents[2]
@@ -75,7 +75,7 @@ def test_a_field_that_sglrl_does_not_know(monkeypatch: pytest.MonkeyPatch) -> No
     """A newer SGLang may have more fields."""
     field = EngineField(1, int, "int", ())
     fields = MappingProxyType({**FIELDS, "best_field": field})
-    monkeypatch.setattr("sglrl.api.engine_arguments.engine_fields", lambda sglang: fields)
+    monkeypatch.setattr("sglrl.launching.engine_arguments.engine_fields", lambda sglang: fields)
     with pytest.raises(sglrl.UsageError, match=r"'best_field' is a field .* sglrl does not know"):
         check_engine_arguments("sglang", {"best_field": 1})
     assert listed(["best_field"]) == [("best_field", ("rejected", "sglrl does not know it"))]

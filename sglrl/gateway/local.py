@@ -17,13 +17,12 @@ from ..inference.prompts import load_tokenizer
 from ..sessions.session import Session
 from .app import Endpoints
 from .filtering import Filtering
-from .listening import bound
 from .registry import Registry
-from .server import serving
+from .server import bound, serve_app
 from .settings import ProcessPlace, Settings, names_of
 
 
-class Running:
+class LocalGateway:
     """A running gateway: an async context manager.
 
     Args:
@@ -64,14 +63,14 @@ class Running:
         self.url = settings.url(listener.getsockname()[1])
         app: Any = endpoints.app
         if self.position.sockets:
-            from .neighbours import Neighbours, unix_listener
+            from .session_router import SessionRouter, unix_listener
 
             inner = unix_listener(self.position.sockets[self.position.index])
             plain = msgspec.structs.replace(settings, tls_cert="", tls_key="")
-            await self._stack.enter_async_context(serving(app, plain, inner))
-            neighbours = Neighbours(app, self.position, settings)
-            app = await self._stack.enter_async_context(neighbours)
-        await self._stack.enter_async_context(serving(app, settings, listener))
+            await self._stack.enter_async_context(serve_app(app, plain, inner))
+            router = SessionRouter(app, self.position, settings)
+            app = await self._stack.enter_async_context(router)
+        await self._stack.enter_async_context(serve_app(app, settings, listener))
         # First the running turns end, so that their clients get an answer.
         self._stack.push_async_callback(self.registry.close)
         self._stack.callback(endpoints.close)
@@ -92,8 +91,8 @@ class Running:
             await self.registry.end(opened)
 
 
-def local_gateway(client: Client, options: bool | GatewayOptions = True) -> Running:
+def local_gateway(client: Client, options: bool | GatewayOptions = True) -> LocalGateway:
     """Return a gateway for sessions of this process. They end when the process ends them."""
     own = options if isinstance(options, GatewayOptions) else GatewayOptions()
     settings = Settings(names=names_of(client.model), expire_after=math.inf, options=own)
-    return Running(client, settings)
+    return LocalGateway(client, settings)

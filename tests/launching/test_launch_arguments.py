@@ -14,8 +14,8 @@ import pytest
 import torch
 
 import sglrl
-from sglrl.api.tiny_model import make_model
 from sglrl.config import shows_progress
+from sglrl.launching.tiny_model import make_model
 
 NAMES = {
     "bf16": "bfloat16",

@@ -215,7 +215,7 @@ def check_dtype(dtype: object) -> str | None:
     """
     if dtype is None:
         return None
-    found = DTYPES.get(str(dtype).removeprefix("torch."))
-    if found is None:
+    name = DTYPES.get(str(dtype).removeprefix("torch."))
+    if name is None:
         raise UsageError(f"dtype must be 'auto', 'float32', 'bfloat16' or 'float16', got {dtype!r}")
-    return found
+    return name

@@ -61,7 +61,7 @@ def without_aliases(args: Mapping[str, Any], known: Set[str]) -> dict[str, Any]:
     Raises:
         UsageError: a flag is not True or False, or two names set one field.
     """
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     source: dict[str, str] = {}
     for name, value in args.items():
         field = name
@@ -72,8 +72,8 @@ def without_aliases(args: Mapping[str, Any], known: Set[str]) -> dict[str, Any]:
                 field, value = FLAGS[name]
             elif ALIASES.get(name) in known:
                 field = ALIASES[name]
-        if field in found:
+        if field in arguments:
             raise UsageError(f"{source[field]} and {name} set the same field: give one of them")
-        found[field] = value
+        arguments[field] = value
         source[field] = name
-    return found
+    return arguments

@@ -13,14 +13,14 @@ import msgspec
 import numpy as np
 import pytest
 
-from sglrl.api.tiny_model import tiny_model
 from sglrl.gateway import completions, sglang_generate, vllm_generate
 from sglrl.gateway.dialect import DONE, TurnRequest
 from sglrl.gateway.errors import HttpError
-from sglrl.gateway.streamed_tokens import StreamedTokens
+from sglrl.gateway.streams import StreamedTokens
 from sglrl.inference.completion import cut_text
 from sglrl.inference.sampling import SamplingParams
 from sglrl.inference.tokens import TokenizerBox
+from sglrl.launching.tiny_model import tiny_model
 from sglrl.wire.engine import TokenChunk
 
 from .made import chunk, completion

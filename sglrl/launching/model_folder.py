@@ -78,5 +78,5 @@ def own_dtype(model: str) -> str | None:
     if not config.is_file():
         return None
     parsed = msgspec.json.decode(config.read_bytes())
-    found = parsed.get("dtype") or parsed.get("torch_dtype")
-    return found if isinstance(found, str) else None
+    dtype = parsed.get("dtype") or parsed.get("torch_dtype")
+    return dtype if isinstance(dtype, str) else None

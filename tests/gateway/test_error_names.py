@@ -23,8 +23,8 @@ import sglrl
 from sglrl.errors import InvalidRequest
 from sglrl.gateway.app import DIALECTS
 from sglrl.gateway.dialect import Dialect
-from sglrl.gateway.field_names import named
-from sglrl.gateway.serving import Gateway, serve
+from sglrl.gateway.errors import named
+from sglrl.gateway.serve import Gateway, serve
 from sglrl.gateway.sglang_generate import _Sampling as SglangSampling
 from sglrl.gateway.vllm_generate import _Sampling as VllmSampling
 from sglrl.inference import sampling_fields as kinds

@@ -21,7 +21,7 @@ from .dialect import TurnRequest
 from .unfinished import aborted, without_tokens
 
 
-class AloneTurn(Turn):
+class StatelessTurn(Turn):
     """The choices of requests that belong to no session. They are sampled at the same time.
 
     Args:
@@ -57,10 +57,10 @@ class AloneTurn(Turn):
         Returns:
             The number of choices that were running.
         """
-        found = [one for one in self._choices if one.running and rid in (None, one.rid)]
-        for choice in found:
+        running = [one for one in self._choices if one.running and rid in (None, one.rid)]
+        for choice in running:
             choice.abort()
-        return len(found)
+        return len(running)
 
     async def _sample(self) -> list[Completion]:
         return await gathered([choice.sample() for choice in self._choices])

@@ -81,16 +81,16 @@ def engine_fields(sglang: str | None = None) -> Mapping[str, EngineField]:
     source = Path(sglang, "srt")
     main = ast.parse((source / "server_args.py").read_text(encoding="utf-8"))
     named = _constants(main)
-    found = _fields(main, named, "ServerArgs")
+    fields = _fields(main, named, "ServerArgs")
     # Newer SGLang versions assemble ServerArgs from the classes in this folder.
     groups = source / "arg_groups"
     if (groups / "choices.py").exists():
         named |= _constants(ast.parse((groups / "choices.py").read_text(encoding="utf-8")))
     for part in sorted((groups / "fields").glob("*.py")):
-        found |= _fields(ast.parse(part.read_text(encoding="utf-8")), named)
-    if "model_path" not in found:
+        fields |= _fields(ast.parse(part.read_text(encoding="utf-8")), named)
+    if "model_path" not in fields:
         raise UsageError(f"{source} defines no ServerArgs; this sglang version is not supported")
-    return MappingProxyType(found)
+    return MappingProxyType(fields)
 
 
 def _constants(module: ast.Module) -> dict[str, Any]:
@@ -143,10 +143,10 @@ def _choices(value: ast.expr | None, named: Mapping[str, Any]) -> tuple[Any, ...
             parts = [_choices(part, named) for part in (left, right)]
             return (*parts[0], *parts[1]) if all(parts) else ()
         case ast.Name(id=name):
-            found = named.get(name)
+            choices = named.get(name)
         case _:
-            found = _literal(value)
-    return tuple(found) if isinstance(found, (list, tuple, set)) else ()
+            choices = _literal(value)
+    return tuple(choices) if isinstance(choices, (list, tuple, set)) else ()
 
 
 def _literal(value: ast.expr) -> Any:

@@ -67,7 +67,7 @@ def take_adapters(args: dict[str, Any]) -> dict[str, Path]:
 
 def _folders(given: Any) -> dict[str, Path]:
     """Return the folders of ``lora_paths`` in any form that SGLang takes."""
-    found: dict[str, Path] = {}
+    folders: dict[str, Path] = {}
     pairs: list[tuple[Any, Any]] = []
     if isinstance(given, Mapping):
         pairs = [*given.items()]
@@ -89,10 +89,10 @@ def _folders(given: Any) -> dict[str, Path]:
             raise UsageError(
                 f"lora_paths must map names to folders, as {{'name': 'folder'}}; got {given!r:.200}"
             )
-        if name in found:
+        if name in folders:
             raise UsageError(f"lora_paths has the name {name!r} twice")
-        found[name] = Path(path).expanduser()
-    return found
+        folders[name] = Path(path).expanduser()
+    return folders
 
 
 def _needs(folders: Mapping[str, Path]) -> tuple[int, set[str]]:
@@ -106,15 +106,15 @@ def _needs(folders: Mapping[str, Path]) -> tuple[int, set[str]]:
 
 
 def _modules(given: Any) -> list[str]:
-    found = set(given)
-    if found in _ALL:
+    modules = set(given)
+    if modules in _ALL:
         return [*MODULES]
-    if unknown := sorted(found - {*MODULES}):
+    if unknown := sorted(modules - {*MODULES}):
         raise UsageError(
             f"lora_target_modules has {', '.join(unknown)}; adapters can change "
             f"{', '.join(MODULES)}, or ['all'] of these"
         )
-    return sorted(found)
+    return sorted(modules)
 
 
 def _check_counts(args: Mapping[str, Any], folders: int) -> None:

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import save_file
 
 import sglrl
-from sglrl.api.lora_arguments import take_adapters
 from sglrl.core.adapters import MODULES
+from sglrl.launching.lora_arguments import take_adapters
 
 BOTH: dict[str, Any] = {"max_lora_rank": 8, "lora_target_modules": ["q_proj"]}
 

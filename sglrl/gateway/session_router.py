@@ -23,9 +23,9 @@ from .access import error_response, json_response, key_of, read_body, unless_dis
 from .controls import OF_ONE_PROCESS
 from .errors import HttpError, error_of
 from .metrics import METRICS, merged
-from .native import ABORTS
 from .registry import KEY_PREFIX
 from .settings import ProcessPlace, Settings
+from .utility_endpoints import ABORTS
 
 _CONNECT_SECONDS: Final = 10.0
 _KEEP_SECONDS: Final = 2.0
@@ -36,7 +36,7 @@ _OF_CONNECTIONS: Final = {b"connection", b"content-length", b"keep-alive", b"tra
 """Headers that are not passed on."""
 
 
-class Neighbours:
+class SessionRouter:
     """Passes requests on: an async context manager, and an ASGI application.
 
     Args:
@@ -70,9 +70,9 @@ class Neighbours:
     def _owner(self, request: Request) -> int | None:
         """Return the process that must answer a request. None: all of them."""
         path = request.scope["path"]
-        found = _IN_URL.match(path) or _IN_KEY.match(key_of(request))
-        if found is not None:
-            owner = int(found[1][:9])
+        match = _IN_URL.match(path) or _IN_KEY.match(key_of(request))
+        if match is not None:
+            owner = int(match[1][:9])
             return owner if owner < len(self._clients) else self._index
         if path in ABORTS or path == METRICS:
             return None

@@ -29,10 +29,10 @@ def find_python(python: str | os.PathLike[str]) -> str:
     """
     if not isinstance(python, (str, os.PathLike)) or not isinstance(os.fspath(python), str):
         raise UsageError(f"python must be the path of an interpreter, got {python!r}")
-    found = shutil.which(os.path.expanduser(python))
-    if found is None:
+    path = shutil.which(os.path.expanduser(python))
+    if path is None:
         raise UsageError(f"python={os.fspath(python)!r} is not a program")
-    return os.path.abspath(found)
+    return os.path.abspath(path)
 
 
 def examine(python: str, *, needs_sglang: bool) -> Environment:
@@ -44,20 +44,20 @@ def examine(python: str, *, needs_sglang: bool) -> Environment:
     wanted = f"{python} -m {install('sglang')}"
     try:
         done = _run(python, "-m", "sglrl.driver.environment")
-        found = msgspec.json.decode(done.stdout, type=Environment)
+        environment = msgspec.json.decode(done.stdout, type=Environment)
     except msgspec.DecodeError:
         *_, last = ["no reason given", *done.stderr.strip().splitlines()]
         if "No module named" in last and "sglrl" in last:
             raise UsageError(f"python={python!r} has no sglrl: {wanted}") from None
         raise UsageError(f"python={python!r} cannot import sglrl: {last}") from None
-    if found.sglrl != __version__:
+    if environment.sglrl != __version__:
         raise UsageError(
-            f"python={python!r} has sglrl {found.sglrl} and this program has {__version__}; "
+            f"python={python!r} has sglrl {environment.sglrl} and this program has {__version__}; "
             "install the same version on both sides"
         )
-    if needs_sglang and not found.sglang:
+    if needs_sglang and not environment.sglang:
         raise UsageError(f"python={python!r} has no SGLang: {wanted}")
-    return found
+    return environment
 
 
 def make_tiny_model(python: str) -> Path:
@@ -66,7 +66,7 @@ def make_tiny_model(python: str) -> Path:
     Raises:
         UsageError: it could not make the model.
     """
-    done = _run(python, "-c", "from sglrl.api.tiny_model import tiny_model; print(tiny_model())")
+    done = _run(python, "-c", "import sglrl; print(sglrl.tiny_model())")
     if done.returncode:
         *_, last = ["no reason given", *done.stderr.strip().splitlines()]
         raise UsageError(f"python={python!r} could not make the model 'tiny': {last}")

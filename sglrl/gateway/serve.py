@@ -22,7 +22,6 @@ from ..inference.prompts import load_tokenizer
 from ..inference.slow_stage import shown_if_slow
 from ..sessions.rewards import RewardValue
 from ..sessions.trajectory import Trajectory
-from .listening import reserved
 from .settings import ProcessPlace, Settings, names_of
 
 logger = logging.getLogger("sglrl.gateway")
@@ -110,6 +109,7 @@ class Gateway:
 
     async def __aenter__(self) -> Self:
         from .process import GatewayProcess, Target
+        from .server import reserved
 
         client, settings = self._client, self._settings
         # The process loads it too, but its errors would come with its stack.

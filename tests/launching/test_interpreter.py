@@ -15,9 +15,9 @@ import psutil
 import pytest
 
 import sglrl
-from sglrl.api.engine_fields import engine_fields
-from sglrl.api.interpreter import examine
 from sglrl.driver import fork_server
+from sglrl.launching.engine_fields import engine_fields
+from sglrl.launching.interpreter import examine
 
 
 @pytest.fixture(scope="module")
