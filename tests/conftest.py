@@ -5,6 +5,7 @@ A program has one fork server of each kind. The check first stops them, as inter
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import sys
@@ -27,6 +28,8 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(failure_reports)
+    if importlib.util.find_spec("sglang") is not None:
+        config.pluginmanager.import_plugin("engine.fixtures")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -44,7 +47,7 @@ LONG_FILES = (
     "weights/test_random_updates.py",
     "documents/test_examples.py",
     "benchmarks/test_bench.py",
-    "engine/test_nodes.py",
+    "hosts/test_engine_nodes.py",
     "tools/test_eval.py",
     "hosts/test_links.py",
     "tools/test_commands.py",

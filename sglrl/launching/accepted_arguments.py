@@ -9,7 +9,7 @@ import math
 from typing import Final
 
 _TESTS: Final = {
-    "tests/engine/test_arguments.py": """
+    "tests/launching/test_accepted_arguments.py": """
         max_running_requests max_total_tokens max_queued_requests max_prefill_tokens
         prefill_max_requests chunked_prefill_size context_length schedule_policy
         disable_priority_preemption priority_scheduling_preemption_threshold
@@ -20,15 +20,15 @@ _TESTS: Final = {
         grammar_backend enable_fp32_lm_head kv_cache_dtype
     """,
     "tests/engine/test_random_seed.py": "random_seed",
-    "tests/engine/test_sleep.py": "enable_memory_saver",
+    "tests/control/test_sleep.py": "enable_memory_saver",
     "tests/engine/test_hidden_states.py": "enable_return_hidden_states",
     "tests/engine/test_routed_experts.py": "enable_return_routed_experts",
-    "tests/engine/test_lora.py": "lora_paths max_loras_per_batch max_loaded_loras",
+    "tests/weights/test_lora.py": "lora_paths max_loras_per_batch max_loaded_loras",
     "tests/launching/test_lora_arguments.py": """
         enable_lora max_lora_rank lora_target_modules lora_backend
     """,
-    "tests/engine/test_back_pressure.py": "schedule_conservativeness",
-    "tests/engine/test_priorities.py": "enable_priority_scheduling",
+    "tests/rollouts/test_back_pressure.py": "schedule_conservativeness",
+    "tests/driver/test_priorities.py": "enable_priority_scheduling",
     "tests/engine/test_alike.py": "enable_mixed_chunk disable_overlap_schedule",
     "tests/engine/test_patches.py": "enable_deterministic_inference rl_on_policy_target",
     "tests/gpu/test_gpu.py": "page_size",

@@ -33,12 +33,17 @@ class Program(sglrl.Actor):
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         sys.argv = [name, *arguments]
         with contextlib.redirect_stdout(io.StringIO()) as output:
-            runpy.run_module(f"{__package__}.{name}", run_name="__main__", alter_sys=False)
+            runpy.run_module(name, run_name="__main__", alter_sys=False)
         return output.getvalue()
 
 
 def run_program(name: str, *arguments: object) -> Any:
-    """Run a program of this folder and return the last line that it prints, as JSON."""
+    """Run a program of the tests and return the last line that it prints, as JSON.
+
+    Args:
+        name: the module, such as "engine.plan_program".
+        arguments: the texts of the program's ``sys.argv``.
+    """
     with ThreadPoolExecutor(1) as thread:
         # In a thread, because the caller may be a test that runs on an event loop.
         output = thread.submit(asyncio.run, _run(name, [*map(str, arguments)])).result()

@@ -11,7 +11,7 @@ from .programs import run_program
 @pytest.mark.parametrize("target", ["none", "fsdp"])
 def test_seeds(target: str) -> None:
     """Seeds repeat, and requests without a seed do not share one, as they do in SGLang."""
-    found = run_program("deterministic_program", target)
+    found = run_program("engine.deterministic_program", target)
     first, second = found["all"]
     assert first[:200] == second[:200]
     assert first[200:] != second[200:]

@@ -69,7 +69,7 @@ def test_all_code_that_we_replace_is_declared(qwen: Path, lora: bool) -> None:
     if lora:
         # Engines that take adapters do not use short_prefill.
         values.add("sglang.srt.model_executor.model_runner:ModelRunner.forward")
-    assert set(run_program("patches_program", qwen, *["lora"] * lora)) == declared - values
+    assert set(run_program("engine.patches_program", qwen, *["lora"] * lora)) == declared - values
 
 
 def test_an_undeclared_second_patch_of_a_method_is_rejected() -> None:

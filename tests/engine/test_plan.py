@@ -371,7 +371,7 @@ def test_the_plan_of_a_model_points_to_its_live_memory() -> None:
 
 def test_a_loader_that_computes_in_place_changes_no_live_weight(qwen: Path) -> None:
     """Plan a real model in which one parameter has the loader of Mamba2's ``A``."""
-    found = run_program("plan_program", qwen)
+    found = run_program("engine.plan_program", qwen)
     assert "its loader does more than copy" in found["refused"]
     assert found["norm"] == [1.0, 2.0, 3.0]
     assert found["changed"] == []

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
+from weights.test_replacements import kill
 
 import sglrl
-
-from .test_replacements import kill
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 PROMPT = [5, 6, 7, 8]

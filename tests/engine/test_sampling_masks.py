@@ -444,7 +444,7 @@ async def test_almost_all_tokens(engine: sglrl.Client, reference: Reference) -> 
 
 
 async def test_masks_that_are_too_large() -> None:
-    found = run_program("mask_limit_program")
+    found = run_program("engine.mask_limit_program")
     assert found["left"] == [0, 2]
     assert found["aborted"] == ["1."]
     ((call, kind, message),) = found["errors"]

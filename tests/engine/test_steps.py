@@ -16,7 +16,7 @@ def test_steps_are_as_sglang_makes_them(loop: str, qwen: Path) -> None:
     The cache is so small that prefixes are evicted and requests are retracted. Some requests are
     aborted.
     """
-    found = run_program("steps_program", qwen, loop)
+    found = run_program("engine.steps_program", qwen, loop)
     ours, theirs = found["ours"], found["theirs"]
     assert ours["said"] == theirs["said"]
     assert ours == theirs

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from inference.test_lora import CONFIG, tensors
+from control.test_lora import CONFIG, tensors
 from safetensors.torch import save_file
 
 import sglrl

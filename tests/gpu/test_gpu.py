@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
+from client.test_client import use_all_of
 from engine.reference import Reference
-from engine.test_client import use_all_of
 from engine.test_finite import NOWHERE, WAYS
 from engine.test_sampling import chi_square
 from safetensors.torch import load_file, save_file

@@ -113,7 +113,7 @@ def test_the_table_as_text() -> None:
     text = markdown()
     assert f"Of the {len(ARGUMENTS)} fields, " in text
     assert text.count("\n| `") == len(ARGUMENTS)
-    assert "| `context_length` | tested | `tests/engine/test_arguments.py` |" in text
+    assert "| `context_length` | tested | `tests/launching/test_accepted_arguments.py` |" in text
     assert sum(int(part.split()[0]) for part in counted(FIELDS).split(", ")) == len(FIELDS)
 
 

@@ -130,7 +130,7 @@ def test_doctor_lists_the_arguments_of_sglang() -> None:
         "type": "int or None",
         "default": "None",
         "state": "tested",
-        "note": "tests/engine/test_arguments.py",
+        "note": "tests/launching/test_accepted_arguments.py",
     }
     lines = run("doctor", "--arguments").stdout.splitlines()
     assert [line.split()[0] for line in lines] == list(rows)

@@ -21,10 +21,10 @@ from typing import Any
 
 import numpy as np
 from engine.policies import TOLERANCE, Lab, Policies
-from engine.trainer import Trainer, trainer
 
 import sglrl
 from sglrl.core.invariants import validate
+from weights.trainer import Trainer, trainer
 
 SEEDS = 3
 """Number of policies from which updates choose."""
