@@ -16,6 +16,7 @@ import openai
 import pytest
 import pytest_asyncio
 import torch
+from engine.policies import until_running
 from engine.reference import Reference
 from sessions.families import FAMILIES, family_tokenizer
 
@@ -384,7 +385,7 @@ async def test_updates_and_lost_workers_are_not_seen(
 
         talking = asyncio.ensure_future(talk())
         for number in range(2):
-            await asyncio.sleep(0.5)
+            await until_running(pool, 1)
             updates.append(await pool.update_weights(states[0], inflight="abort"))
             if number == 0:
                 updated.set()

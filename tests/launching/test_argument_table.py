@@ -119,7 +119,9 @@ def test_the_table_as_text() -> None:
 
 def test_wrong_values_of_40_arguments_are_found_at_once() -> None:
     """Of any type, and without a worker: a typed error that names the argument."""
-    rng = random.Random(time.time_ns())
+    seed = time.time_ns()
+    print("seed", seed)
+    rng = random.Random(seed)
     # Those that are JSON texts may be dicts too.
     apart = {*OWN_ARGUMENTS, *JSON_TEXTS}
     known = [n for n, f in FIELDS.items() if f.type is not Any and n not in apart]
