@@ -26,7 +26,7 @@ from sglrl.launching.tiny_model import make_model
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 TEXT = "The sum of 2 and 3 is"
-SHIFT = f"{__package__}.processors:Shift"
+SHIFT = "engine.processors:Shift"
 
 
 @pytest.fixture(scope="module")

