@@ -218,7 +218,7 @@ class _MemoryPool:
 
         def connect(index: int) -> None:
             identity = str(index).encode()
-            self.driver.add_worker(index, identity)
+            self.driver.workers.add(index, identity)
             dealer = router.connect(identity)
 
             def echo(frames: list[bytes]) -> None:

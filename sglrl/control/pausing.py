@@ -142,10 +142,10 @@ class PoolPausing(DriverListener):
         check_timeout(timeout)
         body = encode(TokenChunk(b"", finish="abort", version=self._pool.weights.version))
         # Answer waiting calls first. Otherwise they would be sent when aborted calls free a place.
-        waiting = self._pool.driver.answer_waiting("generate", body, worker)
-        ended = await ask_all(
-            self._pool.driver, _ENDPOINTS["abort"], timeout=timeout, worker=worker
-        )
+        driver = self._pool.driver
+        waiting = driver.fabric.answer_waiting("generate", body, worker)
+        driver.flush_soon()
+        ended = await ask_all(driver, _ENDPOINTS["abort"], timeout=timeout, worker=worker)
         return waiting + sum(map(int, ended.values()))
 
     def before_serving(self, worker: int) -> None:

@@ -20,7 +20,7 @@ class DriverListener:
         """The worker reports the stage of its start."""
 
     def must_sync(self, worker: int) -> bool:
-        """Return True to hold back a ready worker from calls until ``Driver.serve``."""
+        """Return True to hold back a ready worker from calls until ``Workers.serve``."""
         return False
 
     def before_serving(self, worker: int) -> None:

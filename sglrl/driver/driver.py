@@ -15,31 +15,18 @@ from typing import Any, Final
 
 from ..config import FabricConfig
 from ..core.calls import Call
-from ..core.clients import ClientState
 from ..core.driver_listener import DriverListener
 from ..core.effects import Chunk, Drained, End, Restart, Send, SendCancel, Waiting
 from ..core.fabric import Fabric
-from ..core.members import AWAY, GONE, READY, RETIRED, STALE, STARTING, SYNCING, Member
+from ..core.members import READY, RETIRED, Member
 from ..errors import Closed, ProtocolError, UsageError
-from ..transport.base import MAX_UNREAD, DriverTransport
+from ..transport.base import DriverTransport
 from ..transport.dropped import Dropped
-from ..wire.calls import (
-    PROTOCOL_VERSION,
-    Cancel,
-    ErrorBody,
-    Item,
-    ItemKind,
-    Ready,
-    Results,
-    ShareRows,
-    Shutdown,
-    Starting,
-    ToDriver,
-)
-from ..wire.codec import Buffer, decode_to_driver, encode, encode_submit, readable
+from ..wire.calls import Cancel, Results
+from ..wire.codec import Buffer, decode_to_driver, encode, encode_submit
 from .links import Links
-from .raw_frames import RawFrames
 from .reply import fail
+from .workers import Workers
 
 logger = logging.getLogger("sglrl.driver")
 now = time.monotonic
@@ -49,25 +36,18 @@ ENVELOPE_BYTES: Final = 4096
 _AT_ONCE: Final = 256
 """With more effects than this, execute them before reading the next message."""
 
-_FIND_LOST_SECONDS: Final = 1.0
-"""Seconds from a broken connection to the search for the lost peer. If a worker has exited, the
-fork server reports the exit and its reason within this time."""
-
-_PIECE: Final = 64
-"""With this many new calls per worker, send before the tick ends. Otherwise the driver and a fast
-worker would alternate: each would be idle while the other works."""
-
-
-_RETURN_FROM: Final = (READY, SYNCING, STALE)
-"""The states from which a worker may go away and return."""
-
 
 class Driver:
     """Joins a ``Fabric`` to a transport on the running event loop, and notifies listeners.
 
     Args:
-        workers_return: a worker whose connection breaks connects again, ends all its calls and
-            sends ``Ready``. False: such a worker exits.
+        encode_calls: returns the frames of one message with these calls.
+        workers_return: see ``Workers``.
+
+    Attributes:
+        workers: changes the states of the workers.
+        dropped: counts dropped messages: from unknown peers, malformed, or in the wrong state.
+            ``fabric.stray_items`` counts items of other messages that belong to no call.
     """
 
     def __init__(
@@ -80,23 +60,27 @@ class Driver:
         workers_return: bool = False,
     ) -> None:
         self.transport = transport
-        self._workers_return = workers_return
         self.max_message_bytes = max_message_bytes
         self.fabric = Fabric(config)
-        self._drop = Dropped(logger)
+        self.dropped = Dropped(logger)
         self._listeners: list[DriverListener] = []
         self._raw: dict[int, list[Buffer]] = {}
         """The raw frames of the items in the outbox, by the ``id`` of the item."""
-        self._links = Links(transport, encode_calls, max_message_bytes, self)
-        self._frames = RawFrames()
+        self._links = Links(transport, encode_calls, max_message_bytes)
+        self.workers = Workers(
+            self.fabric,
+            self._links,
+            self._listeners,
+            self._changed,
+            self.dropped,
+            may_return=workers_return,
+        )
         self.loop = asyncio.get_running_loop()
         self._pid = os.getpid()
         self._flush_scheduled = False
         self._flushing = False
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
-        self._search: asyncio.TimerHandle | None = None
-        self._piece = _PIECE
         self._idle: asyncio.Future[None] | None = None
         self._change: asyncio.Future[None] | None = None
 
@@ -106,113 +90,42 @@ class Driver:
 
     def remove_listener(self, listener: DriverListener) -> None:
         """Stop notifying a listener. Do nothing if the listener was never added."""
-        self._listeners = [other for other in self._listeners if other is not listener]
+        if listener in self._listeners:
+            self._listeners.remove(listener)
 
     def start(self) -> None:
-        self.transport.start(self._on_message, self._on_pause, self._on_break)
+        self.transport.start(self._on_message, self._on_pause, self.workers.on_break)
 
-    @property
-    def dropped(self) -> int:
-        """Number of dropped messages: from unknown peers, malformed, or in the wrong state.
+    def capacity(self, worker: int | None) -> tuple[int, int]:
+        """Return how many calls the workers may hold, and how many may wait for a worker.
 
-        ``fabric.stray_items`` counts items of other messages that belong to no call.
+        Args:
+            worker: count only the calls that the worker of this index may hold; None: all workers.
         """
-        return self._drop.count
-
-    @property
-    def max_queue(self) -> int:
-        """Maximum number of calls that wait in the driver for a worker."""
-        return self.fabric.config.max_queue
-
-    def windows(self, worker: int | None) -> int:
-        """Return the number of calls that all workers, or the worker of this index, may hold."""
-        return sum(
-            [
-                member.window
-                for member in self.fabric.members.values()
-                if member.state is not RETIRED and worker in (None, member.index)
-            ]
-        )
+        windows = [
+            member.window
+            for member in self.fabric.members.values()
+            if member.state is not RETIRED and worker in (None, member.index)
+        ]
+        return sum(windows), self.fabric.config.max_queue
 
     @property
     def ready(self) -> list[int]:
         """Indices of the workers that accept calls."""
         return [index for index, m in self.fabric.members.items() if m.state is READY]
 
-    # --- workers ----------------------------------------------------------------------------------
-
-    def add_worker(self, index: int, identity: bytes) -> None:
-        """Add a new worker, or the replacement of a lost worker."""
-        member = self.fabric.add_member(index)
-        self._links.add(member, identity)
-        self._piece = _PIECE * len(self._links)
-
-    def worker_lost(self, index: int, reason: str, *, returns: bool = False) -> None:
-        """Record that a worker is lost.
-
-        Args:
-            returns: the caller starts a replacement later, or calls ``worker_retired``.
-        """
-        member = self.fabric.members[index]
-        if member.state in GONE:
-            return
-        self.fabric.member_lost(index, reason, now(), returns=returns)
-        self._links.remove(member)
-        self._piece = _PIECE * (len(self._links) or 1)
-        self._frames.close(member)
-        self._flush()
-        self._changed()
-        for listener in self._listeners:
-            listener.on_lost(index)
-
-    def worker_away(self, index: int, reason: str) -> None:
-        """Record that the connection to a worker is broken. Its calls continue on other workers."""
-        self.fabric.member_away(index, reason, now())
-        self._frames.close(self.fabric.members[index])
-        self._flush()
-        self._changed()
-        for listener in self._listeners:
-            listener.on_away(index)
-
-    def worker_retired(self, index: int, reason: str) -> None:
-        self.fabric.member_retired(index, reason)
-        self._flush()
-        self._changed()
-
-    def serve(self, index: int) -> None:
-        """Let a worker accept calls: it now has the current weights."""
-        member = self.fabric.members[index]
-        self._before_serving(index)
-        self.fabric.member_ready(index, member.window, now())
-        self._flush()
-        self._changed()
-
-    def set_syncing(self, index: int, *, stale: bool) -> None:
-        """Record that a running worker receives the current weights.
-
-        Args:
-            stale: the worker could not receive the current weights.
-        """
-        self.fabric.members[index].move(STALE if stale else SYNCING)
-        self._changed()
-
-    def drain(self, index: int) -> None:
-        """Send a worker no more calls. ``on_drained`` is called when the worker holds no call."""
-        self.fabric.drain_member(index, now())
-        self._flush()
-        self._changed()
-
-    def _changed(self) -> None:
-        """Wake the tasks that wait for a worker to change its state."""
-        if self._change is not None:
-            change, self._change = self._change, None
-            change.set_result(None)
-
     def change(self) -> asyncio.Future[None]:
         """Return a future that completes when a worker changes its state."""
         if self._change is None:
             self._change = self.loop.create_future()
         return asyncio.shield(self._change)
+
+    def _changed(self) -> None:
+        """Execute the effects of a change, and wake the tasks that wait for one."""
+        self._flush()
+        if self._change is not None:
+            change, self._change = self._change, None
+            change.set_result(None)
 
     def idle(self) -> asyncio.Future[None]:
         """Return a future that completes when no call is left. Use it while there are calls.
@@ -229,9 +142,6 @@ class Driver:
             return self.transport.send(identity, frames)
         except Closed:
             return False
-
-    def shut_down_worker(self, index: int) -> None:
-        self._links.send(self.fabric.members[index], [encode(Shutdown())])
 
     @property
     def is_copied(self) -> bool:
@@ -260,48 +170,33 @@ class Driver:
         fabric = self.fabric
         if self._flush_scheduled:
             fabric.submit(call, now())
-            if len(fabric.outbox) >= self._piece and not self._flushing:
+            if len(fabric.outbox) >= self.workers.piece and not self._flushing:
                 # Workers start on these calls while the tasks of this tick make more.
                 self._flush()
             return
         self.check_loop()
         fabric.submit(call, now())
-        self._flush_soon()
+        self.flush_soon()
 
     def cancel(self, call: Call) -> None:
         """Cancel a call whose caller no longer waits, and ask its worker to stop."""
         self.fabric.cancel(call, now())
-        self._flush_soon()
+        self.flush_soon()
 
     def hold(self, part: str, reason: str | None) -> None:
-        """See ``Holds.set``."""
+        """Set why a part of the pool holds back calls. See ``Holds.set``."""
         self.fabric.holds.set(part, reason, now())
         self._set_timer()
 
-    def read_by_client(self, client: ClientState, size: int) -> None:
-        """See ``Fabric.read_by_client``."""
-        self.fabric.read_by_client(client, size, now())
-        if self.fabric.outbox:
-            self._flush_soon()
-
-    def answer_waiting(self, endpoint: str, body: bytes, worker: int | None) -> int:
-        """See ``Fabric.answer_waiting``."""
-        count = self.fabric.answer_waiting(endpoint, body, worker)
-        self._flush()
-        return count
-
     def close(self, reason: str = "the pool was closed") -> None:
-        """End every call with ``Closed``. The transport stays open for ``shut_down_worker``."""
+        """End every call with ``Closed``. The transport stays open for ``Workers.shut_down``."""
         if not self.fabric.closed:
             self.fabric.close(reason)
-            self._flush()
             self._changed()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._search is not None:
-            self._search.cancel()
-            self._search = None
+        self.workers.close()
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -313,18 +208,18 @@ class Driver:
             # A worker that was still starting when the pool was closed is expected here.
             if not known and not self.fabric.closed:
                 # Do not log the identity: it is a secret.
-                self._drop("a message of a stranger, or of a peer that was not asked for it")
+                self.dropped("a message of a stranger, or of a peer that was not asked for it")
             return
         try:
             message = decode_to_driver(frames[0])
             if type(message) is Results and (message.slots or len(frames) > 1):
-                owned = self._frames.split(member, message, frames)
+                owned = self.workers.frames.split(member, message, frames)
                 self._raw |= zip(map(id, message.items), owned, strict=True)
         except (ProtocolError, IndexError) as error:
-            self._drop("a message of worker %d: %s", member.index, error)
+            self.dropped("a message of worker %d: %s", member.index, error)
             return
         if type(message) is not Results:
-            self._on_control(member, message)
+            self.workers.on_message(member, message)
             return
         if message.load is not None:
             member.reported = message.load
@@ -337,55 +232,6 @@ class Driver:
             # a batch, and then lets the event loop run other tasks.
             self._flush()
 
-    def _on_control(self, member: Member, message: ToDriver) -> None:
-        expected: tuple[str, ...] = (STARTING,)
-        if self._workers_return and type(message) is Ready:
-            expected = (STARTING, AWAY)
-            if member.state not in expected:
-                # The worker has noticed first that its connection was broken.
-                self.on_unreachable(member)
-        if member.state not in expected:
-            self._drop("worker %d is %s, and says %r", member.index, member.state, message)
-            return
-        match message:
-            case Starting(stage=stage):
-                for listener in self._listeners:
-                    listener.on_starting(member.index, stage)
-            case Ready(protocol=protocol) if protocol != PROTOCOL_VERSION:
-                self._unusable(
-                    member.index,
-                    f"it speaks version {protocol} of the protocol and the driver version "
-                    f"{PROTOCOL_VERSION}; install the same sglrl on both sides",
-                )
-            case Ready(window=window) if window < 1:
-                self._drop("worker %d offers a window of %d", member.index, window)
-            case Ready():
-                if self._frames.open(member, message):
-                    # From now on, the worker writes rows to this memory instead of a message.
-                    self._links.send(member, [encode(ShareRows())])
-                # A call takes at most two messages: one to submit it and one to cancel it.
-                window = min(message.window, MAX_UNREAD // 2)
-                if any(listener.must_sync(member.index) for listener in self._listeners):
-                    self.fabric.member_arrived(member.index, window)
-                else:
-                    self._before_serving(member.index)
-                    self.fabric.member_ready(member.index, window, now())
-                for listener in self._listeners:
-                    listener.on_ready(member.index, message)
-                self._changed()
-
-    def _before_serving(self, index: int) -> None:
-        for listener in self._listeners:
-            listener.before_serving(index)
-
-    def _unusable(self, index: int, reason: str) -> None:
-        for listener in self._listeners:
-            listener.on_unusable(index, reason)
-
-    def _drained(self, index: int) -> None:
-        for listener in self._listeners:
-            listener.on_drained(index)
-
     def _on_pause(self) -> None:
         """Flush once: every message that had arrived has been processed."""
         if self.fabric.outbox:
@@ -393,7 +239,7 @@ class Driver:
         else:
             self._raw.clear()
 
-    def _flush_soon(self) -> None:
+    def flush_soon(self) -> None:
         """Flush at the end of this loop tick."""
         if not self._flush_scheduled:
             self._flush_scheduled = True
@@ -427,7 +273,7 @@ class Driver:
                     case Restart():
                         effect.call.reply.restart(effect.call)
                     case Drained():
-                        self.loop.call_soon(self._drained, effect.member.index)
+                        self.loop.call_soon(self.workers.drained, effect.member.index)
                     case Waiting():
                         logger.warning("calls wait: %s", effect.reason)
             except Exception as error:
@@ -444,38 +290,6 @@ class Driver:
         if self._idle is not None and not fabric.calls:
             idle, self._idle = self._idle, None
             idle.set_result(None)
-
-    def on_refused(self, member: Member, call: Call, error: Exception) -> None:
-        """End a call that cannot be sent, as if the worker had answered with an error.
-
-        Other calls are not affected.
-        """
-        what = f"{call.endpoint}: the call cannot be sent: {readable(error)}"
-        body = encode(ErrorBody(UsageError.__name__, what, ""))
-        self.fabric.results(member, [Item(call.id, ItemKind.ERROR, body)], now())
-        self._flush_soon()
-
-    def _on_break(self) -> None:
-        if self._search is None and not self.fabric.closed:
-            self._search = self.loop.call_later(_FIND_LOST_SECONDS, self._find_lost)
-
-    def _find_lost(self) -> None:
-        """Send every peer a message, which fails if the peer is unreachable."""
-        self._search = None
-        self._links.probe()
-        for listener in self._listeners:
-            listener.on_connection_broken()
-
-    def on_unreachable(self, member: Member) -> None:
-        """Treat a worker as lost, or as away if it may return."""
-        reason = "its connection is gone, or it does not read"
-        if member.state is AWAY:
-            return
-        if self._workers_return and member.state in _RETURN_FROM:
-            self.worker_away(member.index, reason)
-            return
-        self._unusable(member.index, reason)
-        self.worker_lost(member.index, reason)
 
     def _set_timer(self) -> None:
         at = self.fabric.next_deadline()

@@ -18,7 +18,7 @@ class LinkListener(Protocol):
     """Is notified of messages that cannot be sent."""
 
     def on_refused(self, member: Member, call: Call, error: Exception) -> None:
-        """A call cannot be encoded."""
+        """A call cannot be encoded. Called in a later loop tick."""
 
     def on_unreachable(self, member: Member) -> None:
         """A worker is not connected, or does not read. Called in a later loop tick."""
@@ -29,19 +29,22 @@ class Links:
 
     Args:
         encode_calls: returns the frames of one message with these calls.
+
+    Attributes:
+        listener: is notified of messages that cannot be sent.
     """
+
+    listener: LinkListener
 
     def __init__(
         self,
         transport: DriverTransport,
         encode_calls: Callable[[list[Call]], list[Any]],
         max_message_bytes: int,
-        listener: LinkListener,
     ) -> None:
         self._transport = transport
         self._encode_calls = encode_calls
         self._max_message_bytes = max_message_bytes
-        self._listener = listener
         self._loop = asyncio.get_running_loop()
         self._identities: dict[Member, bytes] = {}
         self._members: dict[bytes, Member] = {}
@@ -79,7 +82,7 @@ class Links:
             frames = self._encode_calls(calls)
         except Exception as error:
             if len(calls) == 1:
-                self._listener.on_refused(member, calls[0], error)
+                self._loop.call_soon(self.listener.on_refused, member, calls[0], error)
                 return
             frames = []
         if not frames or (len(frames[0]) > self._max_message_bytes and len(calls) > 1):
@@ -100,4 +103,4 @@ class Links:
 
     def _report(self, member: Member) -> None:
         if member in self._identities:
-            self._listener.on_unreachable(member)
+            self.listener.on_unreachable(member)

@@ -239,7 +239,7 @@ class Pool:
                 for worker in workers:
                     serves = worker.is_ready and not (worker.lost or worker.away)
                     if worker.running and serves:
-                        driver.shut_down_worker(worker.index)
+                        driver.workers.shut_down(worker.index)
                     else:
                         self._processes.kill(worker)
             running = [
@@ -391,7 +391,7 @@ class Pool:
         worker.restart_in = None
         serves = member.state is READY
         if serves:
-            self.driver.drain(index)
+            self.driver.workers.drain(index)
         else:
             self._supervisor.dismiss(worker)
         removal = self._supervisor.run(self._remove(worker, serves, timeout))

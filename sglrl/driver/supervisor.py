@@ -146,7 +146,7 @@ class Supervisor(DriverListener):
         self._supervision.setdefault(
             index, Supervision(self._config.restarts, self._config.restart_period)
         )
-        self._driver.add_worker(index, identity)
+        self._driver.workers.add(index, identity)
         self.workers[index] = worker
         self.monitor.watch(index, identity)
         for rank, body in enumerate(launch_spec.bodies):
@@ -202,11 +202,11 @@ class Supervisor(DriverListener):
     def dismiss(self, worker: Worker) -> None:
         """Shut down a worker that was removed, or give up its replacement."""
         if not worker.lost:
-            self._driver.shut_down_worker(worker.index)
-            self._driver.worker_lost(worker.index, "it was removed")
+            self._driver.workers.shut_down(worker.index)
+            self._driver.workers.lost(worker.index, "it was removed")
             worker.lost = True
         else:
-            self._driver.worker_retired(worker.index, "it was removed")
+            self._driver.workers.retired(worker.index, "it was removed")
 
     def on_exited(self, worker: Worker, status: int) -> None:
         """Handle the exit of one process of a worker. ``Processes`` calls this."""
@@ -270,7 +270,7 @@ class Supervisor(DriverListener):
                 exception = ""
         if exception:
             reason = f"{reason}: {exception}"
-        self._driver.worker_lost(index, reason, returns=worker.restart_in is not None)
+        self._driver.workers.lost(index, reason, returns=worker.restart_in is not None)
 
     # --- replacements -----------------------------------------------------------------------------
 
@@ -303,7 +303,7 @@ class Supervisor(DriverListener):
             replacement.returns = True
         except Exception as error:
             logger.error("worker %d cannot be replaced: %s", index, error)
-            self._driver.worker_retired(index, f"no replacement could be started: {error}")
+            self._driver.workers.retired(index, f"no replacement could be started: {error}")
             return
         try:
             async with asyncio.timeout(self._config.start_timeout):
@@ -361,10 +361,10 @@ class Supervisor(DriverListener):
         for worker in list(self.workers.values()):
             state = self._driver.fabric.members[worker.index].state
             if state in (STALE, SYNCING) and self._weights.is_current(worker.index):
-                self._driver.serve(worker.index)
+                self._driver.workers.serve(worker.index)
                 worker.settled.set()
             elif state is STALE:
-                self._driver.set_syncing(worker.index, stale=False)
+                self._driver.workers.set_syncing(worker.index, stale=False)
                 self.run(self._sync(worker))
 
     async def _sync(self, worker: Worker) -> None:
@@ -376,7 +376,7 @@ class Supervisor(DriverListener):
 
         def serve() -> None:
             if not is_gone() and self._driver.fabric.members[index].state is SYNCING:
-                self._driver.serve(index)
+                self._driver.workers.serve(index)
 
         try:
             synced = await self._weights.sync(index, SYNC_TIMEOUT, serve)
@@ -395,7 +395,7 @@ class Supervisor(DriverListener):
                 index,
                 self._weights.version,
             )
-            self._driver.set_syncing(index, stale=True)
+            self._driver.workers.set_syncing(index, stale=True)
             self._hold_stale()
         worker.settled.set()
 

@@ -131,14 +131,14 @@ class Requests:
             prompts: number of prompts.
             worker: the worker to which the calls are pinned, if any.
         """
-        windows = self.driver.windows(worker)
-        most = self.driver.max_queue + windows
+        windows, max_queue = self.driver.capacity(worker)
+        most = windows + max_queue
         if n * prompts > most:
             calls = f"n={n:,}" if prompts == 1 else f"n={n:,} for each of {prompts:,} prompts"
             raise InvalidRequest(
                 f"{calls} makes {n * prompts:,} calls; at most {most:,} can be taken at a time: "
-                f"{windows:,} by the workers (window) and {self.driver.max_queue:,} that wait at "
-                "the driver (max_queue). Make fewer at a time, or launch with a larger max_queue"
+                f"{windows:,} by the workers (window) and {max_queue:,} that wait at the "
+                "driver (max_queue). Make fewer at a time, or launch with a larger max_queue"
             )
 
     def lora(self, name: Any) -> str:

@@ -72,7 +72,7 @@ class RemoteDriver(Driver):
         self._names: dict[int, Member] = {}
         self._conversations = 0
         self._sent_at = 0.0
-        self.add_worker(0, b"")
+        self.workers.add(0, b"")
         self._pool = self.fabric.members[0]
 
     def submit(self, call: Call) -> None:
@@ -80,19 +80,14 @@ class RemoteDriver(Driver):
         call.target, call.pinned = call.pinned, None
         super().submit(call)
 
-    @property
-    def max_queue(self) -> int:
-        """Maximum number of calls, of all clients, that wait in the pool's own driver."""
-        return self.admitted.result().max_queue
-
-    def windows(self, worker: int | None) -> int:
-        return sum(
-            [
-                found.window
-                for found in self.status.workers
-                if found.state != RETIRED and worker in (None, found.id)
-            ]
-        )
+    def capacity(self, worker: int | None) -> tuple[int, int]:
+        windows = [
+            status.window
+            for status in self.status.workers
+            if status.state != RETIRED and worker in (None, status.id)
+        ]
+        # The calls of all clients wait in the pool's own driver.
+        return sum(windows), self.admitted.result().max_queue
 
     @property
     def ready(self) -> list[int]:
@@ -113,7 +108,7 @@ class RemoteDriver(Driver):
         try:
             message = decode_to_client(frames[0])
         except (ProtocolError, IndexError) as error:
-            self._drop("a message of the pool: %s", error)
+            self.dropped("a message of the pool: %s", error)
             return
         match message:
             case Answers():
@@ -126,14 +121,14 @@ class RemoteDriver(Driver):
                 self.lose(f"the pool dismissed this client ({reason})")
             case _:
                 # Do not log the fields: an address among them holds a secret.
-                self._drop("the pool sent %s out of place", type(message).__name__)
+                self.dropped("the pool sent %s out of place", type(message).__name__)
 
     def _on_answers(self, answers: Answers, frames: list[Buffer]) -> None:
         if len(frames) > 1:
             try:
                 owned = split_frames(answers.items, frames)
             except ProtocolError as error:
-                self._drop("a message of the pool: %s", error)
+                self.dropped("a message of the pool: %s", error)
                 return
             self._raw |= zip(map(id, answers.items), owned, strict=True)
         held = self._pool.calls

@@ -217,7 +217,8 @@ class Relay:
         if not peer.read <= size <= peer.sent:
             return False
         more, peer.read = size - peer.read, size
-        self._driver.read_by_client(peer.state, more)
+        self._driver.fabric.read_by_client(peer.state, more, now())
+        self._driver.flush_soon()
         return True
 
     def forget(self, peer: Peer) -> None:

@@ -397,7 +397,7 @@ def _check_pool(client: Client, config: RolloutConfig) -> None:
     """
     requests = client.requests
     requests.samplings.prepare(config.sampling, config.sampling_values)
-    most = requests.driver.max_queue + requests.driver.windows(None)
+    most = sum(requests.driver.capacity(None))
     if config.concurrency is not None:
         # These samples do not all run at the same time.
         most = max(most, _MAX_SAMPLES)

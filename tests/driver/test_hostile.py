@@ -75,7 +75,7 @@ async def test_messages_that_are_too_large(caplog: pytest.LogCaptureFixture) -> 
         with pytest.raises(sglrl.MessageTooLarge):
             await client.generate(input_ids=[1] * (limit // 4), max_new_tokens=1)
         await works(client)
-        assert client.pool.driver.dropped == 0
+        assert client.pool.driver.dropped.count == 0
         assert [w.state for w in client.workers] == ["ready"] * 2
 
 
@@ -92,7 +92,7 @@ async def test_a_stranger_that_knows_everything_but_a_name() -> None:
         stranger.send([encode(Ready(PROTOCOL_VERSION, 1, 100, ["generate"]))])
         stranger.send([encode(Results([Item(id_, ItemKind.CANCELLED) for id_ in held]))])
         await work
-        while driver.dropped < 2:
+        while driver.dropped.count < 2:
             await works(client)
         assert driver.fabric.stray_items == 0
         stranger.close()
@@ -115,12 +115,12 @@ async def test_keys_from_the_user_to_the_workers(
                 router.address, b"known", max_message_bytes=1 << 20, keys=read_client_keys(folder)
             )
             known.send([b"hello"])
-            while client.pool.driver.dropped < 1:
+            while client.pool.driver.dropped.count < 1:
                 await works(client)
             for end in (plain, known):
                 end.close()
             await works(client)
-            assert client.pool.driver.dropped == 1
+            assert client.pool.driver.dropped.count == 1
             assert client.weights_address.startswith("tcp://")
             assert "0.0.0.0" not in client.weights_address
     assert "insecure" not in caplog.text
@@ -151,7 +151,7 @@ async def test_a_remote_sender_needs_a_key_and_the_token(tmp_path: Path) -> None
     channel = WeightChannel(lambda worker, reason: None)
     channel.attach(driver, router.outer_address)
     driver.start()
-    driver.add_worker(0, b"w")
+    driver.workers.add(0, b"w")
     channel.add_rank(0, 0, b"w/0")
     rank = ZmqDealer(router.address, b"w/0", max_message_bytes=1 << 20, keys=router.worker_keys)
 
@@ -168,7 +168,7 @@ async def test_a_remote_sender_needs_a_key_and_the_token(tmp_path: Path) -> None
     sender = await Sender.connect(channel.address, keys=folder, device="cpu")
     assert sender.weight_version == 0
     await sender.close()
-    dropped = driver.dropped
+    dropped = driver.dropped.count
     for address, keys, words in (
         (channel.address, other, "or the driver does not accept this key"),
         (channel.address[:-1], folder, "after '#' in the address is not its token"),
@@ -177,7 +177,7 @@ async def test_a_remote_sender_needs_a_key_and_the_token(tmp_path: Path) -> None
         with pytest.raises(sglrl.WeightUpdateError, match=words):
             await Sender.connect(address, keys=keys, device="cpu", timeout=0.5)
     # Only the sender with a valid key and a wrong token got a message through.
-    assert driver.dropped > dropped
+    assert driver.dropped.count > dropped
     assert router.refused >= 1
     assert len(channel._senders) == 0
     rank.close()

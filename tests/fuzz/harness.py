@@ -190,7 +190,7 @@ class Pool(DriverListener):
     def add(self, index: int, *, lazy: bool = False) -> tuple[bytes, Worker]:
         self.lives += 1
         identity = b"%d-%d" % (index, self.lives)
-        self.driver.add_worker(index, identity)
+        self.driver.workers.add(index, identity)
         self.weights.add_rank(index, 0, rank_identity(identity, 0))
         Rank(self.router.connect(rank_identity(identity, 0)))
         return identity, Worker(self.router.connect(identity), lazy=lazy)
@@ -203,7 +203,7 @@ class Pool(DriverListener):
         asyncio.get_running_loop().call_soon(self.replace_bad)
 
     def replace_bad(self) -> None:
-        self.driver.worker_lost(self.bad, "it is bad", returns=True)
+        self.driver.workers.lost(self.bad, "it is bad", returns=True)
         self.bad_identity, self.bad_worker = self.add(self.bad, lazy=True)
 
     @property

@@ -117,7 +117,7 @@ async def test_raw_frames_that_do_not_add_up(pool: Pool, counts: tuple[int, int]
         for _ in range(2)
     ]
     first, second = await held(pool, 2)
-    before = pool.driver.dropped
+    before = pool.driver.dropped.count
     zero = encode(0)
     items = [
         Item(id_, ItemKind.DONE, zero, count)
@@ -131,7 +131,7 @@ async def test_raw_frames_that_do_not_add_up(pool: Pool, counts: tuple[int, int]
         frames=(b"good", b"too"),
     )
     assert [await task for task in tasks] == [b"good", b"too"]
-    assert pool.driver.dropped == before + 1
+    assert pool.driver.dropped.count == before + 1
 
 
 async def test_a_frame_that_is_promised_and_missing(pool: Pool) -> None:
@@ -164,7 +164,7 @@ def driver_and_worker() -> tuple[Driver, MemoryDealer, Any]:
     router = MemoryRouter()
     driver = Driver(router)
     driver.start()
-    driver.add_worker(0, b"w")
+    driver.workers.add(0, b"w")
     return driver, router.connect(b"w"), driver.fabric.members[0]
 
 
@@ -181,7 +181,7 @@ async def test_only_a_worker_that_starts_says_so() -> None:
     for message in (Starting("one"), ready, Starting("two"), ready):
         dealer.send([encode(message)])
     await delivered()
-    assert driver.dropped == 2
+    assert driver.dropped.count == 2
     assert said == ["one"]
     assert (member.state, member.window) == ("ready", 5)
 
@@ -191,7 +191,7 @@ async def test_a_window_that_is_none(window: int) -> None:
     driver, dealer, member = driver_and_worker()
     dealer.send([encode(Ready(PROTOCOL_VERSION, 1, window, []))])
     await delivered()
-    assert driver.dropped == 1
+    assert driver.dropped.count == 1
     assert member.state == "starting"
 
 

@@ -75,7 +75,7 @@ async def test_a_message_out_of_place_is_logged_without_its_secret(
     address = "ipc://x#token"
     again = Welcome(PROTOCOL_VERSION, 1, address, remote.info, driver.status)
     driver._on_message(b"", [encode(again)])
-    assert driver.dropped == 1
+    assert driver.dropped.count == 1
     assert "the pool sent Welcome out of place" in caplog.text
     assert "token" not in caplog.text
 
@@ -546,7 +546,7 @@ async def test_a_client_that_does_not_keep_to_the_rules(pool: sglrl.Client) -> N
     hostile.send([encode(Hello(PROTOCOL_VERSION))])
     await until(pool, lambda: isinstance(said[-1], Welcome))
     said.clear()
-    dropped = driver.dropped
+    dropped = driver.dropped.count
     nonsense = [
         [b""],
         [b"x" * 100],
@@ -555,7 +555,7 @@ async def test_a_client_that_does_not_keep_to_the_rules(pool: sglrl.Client) -> N
     ]
     for message in nonsense:
         hostile.send(message)
-    await until(pool, lambda: driver.dropped == dropped + len(nonsense))
+    await until(pool, lambda: driver.dropped.count == dropped + len(nonsense))
     wrong = [
         request(1, [], sampling()),
         request(2, [5000], sampling()),
@@ -582,7 +582,7 @@ async def test_a_client_that_does_not_keep_to_the_rules(pool: sglrl.Client) -> N
     # Two requests with the same id: only one is accepted.
     held = request(50, IDS, sampling(39_000))
     hostile.send([encode(Requests([held, held]))])
-    await until(pool, lambda: driver.dropped == dropped + len(nonsense) + 1)
+    await until(pool, lambda: driver.dropped.count == dropped + len(nonsense) + 1)
     hostile.send([encode(Cancel([50, 50, 51]))])
     await until(pool, lambda: not peers(pool)[0].calls)
     # Sampling values that were validated before, with a prompt for which they are too large.
