@@ -61,14 +61,19 @@ class CallQueue:
         self.queued_bytes = 0
         self.clients = 0
         self._turns = 0
-        self._own = self.add_client(NO_LIMIT)
+        self._own = self.add_client()
         self._max_calls = config.max_queue
         self._max_bytes = config.max_queue_bytes
-        most = config.max_calls_per_client
-        self._max_per_client = config.max_queue if most is None else most
+        per_client = config.max_calls_per_client
+        self._max_per_client = config.max_queue if per_client is None else per_client
 
-    def add_client(self, max_unread: int) -> ClientState:
-        """Return a new client, which has the last turn. See ``Fabric.add_client``."""
+    def add_client(self, max_unread: int = NO_LIMIT) -> ClientState:
+        """Return a new client, which has the last turn.
+
+        Args:
+            max_unread: the client's waiting calls are sent only while it has fewer unread bytes of
+                answers.
+        """
         self._turns += 1
         return ClientState(self._turns, max_unread)
 
@@ -159,7 +164,7 @@ class CallQueue:
             self.homed.sweep(client)
 
     def drop(self, client: ClientState) -> None:
-        """Forget a client that has no waiting calls."""
+        """Forget a client that has no waiting calls, or whose calls have all been cancelled."""
         self.fresh.drop(client)
         self.homed.drop(client)
         for member in self.members.values():
@@ -210,11 +215,11 @@ class CallQueue:
         if any(member.state is READY for member in among):
             return "in the queue"
         states = Counter(member.state for member in among)
-        found = ", ".join(f"{count} {state}" for state, count in states.items())
+        counts = ", ".join(f"{count} {state}" for state, count in states.items())
         if STALE in states:
-            found += ": until the next weight update"
+            counts += ": until the next weight update"
         what = "no worker serves" if pinned is None else f"worker {pinned} does not serve"
-        return f"in the queue: {what} ({found or 'there is none'})"
+        return f"in the queue: {what} ({counts or 'there is none'})"
 
     def _take_turn(self, call: Call) -> None:
         """Stop counting a call that was taken out. Its client is served again after all others."""
@@ -249,18 +254,18 @@ class CallQueue:
         next_ = _earlier(fresh, self.homed.first())
         if next_ is None:
             return None
-        found = _earlier(fresh, own)
-        if found is None or found.priority != next_.priority or self._is_passed_enough(next_):
-            found = next_
-        elif found is not next_:
+        call = _earlier(fresh, own)
+        if call is None or call.priority != next_.priority or self._is_passed_enough(next_):
+            call = next_
+        elif call is not next_:
             next_.passed += 1
-        if found is fresh:
-            self.fresh.take(found)
-        elif found is own:
-            member.returning.take(found)
+        if call is fresh:
+            self.fresh.take(call)
+        elif call is own:
+            member.returning.take(call)
         else:
-            self.homed.take(found)
-        return found
+            self.homed.take(call)
+        return call
 
     def _is_passed_enough(self, call: Call) -> bool:
         """Return True if the call has been passed as often as is allowed.

@@ -1,4 +1,4 @@
-"""The life of one call.
+"""The life of one call, and the deadlines of the live calls.
 
 ::
 
@@ -22,6 +22,7 @@ Invariants:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
 from typing import Any, Final
 
 import msgspec
@@ -46,6 +47,9 @@ LEGAL: Final[dict[int, tuple[int, ...]]] = {
     CANCELLING: (ENDED,),
     ENDED: (),
 }
+
+_SPARE: Final = 64
+"""Entries of ended calls that may be kept, in addition to twice the live calls."""
 
 
 class Call:
@@ -182,3 +186,41 @@ class Call:
             f"attempts={self.attempts} submitted={self.submitted_at:.6f} sent={self.sent_at:.6f} "
             f"first={self.first_at:.6f} deadline={self.deadline}>"
         )
+
+
+class Deadlines:
+    """The deadlines of live calls. Entries of ended calls are removed later.
+
+    Args:
+        calls: the live calls by id, which the caller changes.
+    """
+
+    def __init__(self, calls: dict[int, Call]) -> None:
+        self._calls = calls
+        self._heap: list[tuple[float, int]] = []
+
+    def __len__(self) -> int:
+        """Return the number of entries, including those of ended calls."""
+        return len(self._heap)
+
+    def add(self, id_: int, deadline: float) -> None:
+        heappush(self._heap, (deadline, id_))
+        if len(self._heap) > _SPARE + 2 * len(self._calls):
+            self._heap = [entry for entry in self._heap if entry[1] in self._calls]
+            heapify(self._heap)
+
+    def next(self) -> float | None:
+        """Return the earliest deadline of a live call, or None if no live call has a deadline."""
+        heap = self._heap
+        while heap and heap[0][1] not in self._calls:
+            heappop(heap)
+        return heap[0][0] if heap else None
+
+    def pop(self, now: float) -> Call | None:
+        """Remove and return a live call whose deadline has passed, if any."""
+        heap = self._heap
+        while heap and heap[0][0] <= now:
+            call = self._calls.get(heappop(heap)[1])
+            if call is not None:
+                return call
+        return None

@@ -17,7 +17,7 @@ class Queue(Protocol):
 
 
 class ClientState:
-    """One client of a fabric, made by ``Fabric.add_client``.
+    """One client of a fabric, made by ``CallQueue.add_client``.
 
     Attributes:
         turn: number of the dispatch that last took a waiting call of this client. It is unique

@@ -21,9 +21,8 @@ from ..config import FabricConfig
 from ..errors import Closed, DeadlineExceeded, SglrlError, UsageError, WorkerLost
 from ..wire.calls import Item, ItemKind
 from .call_queue import CallQueue
-from .calls import CANCELLING, ENDED, QUEUED, RUNNING, SENT, Call
-from .clients import NO_LIMIT, ClientState
-from .deadlines import Deadlines
+from .calls import CANCELLING, ENDED, QUEUED, RUNNING, SENT, Call, Deadlines
+from .clients import ClientState
 from .effects import Chunk, Drained, Effect, End, Restart, Send, SendCancel, Waiting
 from .holds import Holds
 from .members import AWAY, DRAINING, GONE, LOST, READY, RETIRED, SYNCING, LoadIndex, Member
@@ -59,26 +58,6 @@ class Fabric:
         """A client was unblocked, so calls may wait although members have room."""
         self._deadlines = Deadlines(self.calls)
         self.holds = Holds()
-
-    # --- clients ----------------------------------------------------------------------------------
-
-    def add_client(self, max_unread: int = NO_LIMIT) -> ClientState:
-        """Return a new client. Its waiting calls are sent only while it has fewer than
-        ``max_unread`` unread bytes of answers."""
-        return self.queue.add_client(max_unread)
-
-    def remove_client(self, client: ClientState) -> None:
-        """Forget a client. All its calls must have been cancelled."""
-        self.queue.drop(client)
-
-    def read_by_client(self, client: ClientState, size: int, now: float) -> None:
-        """Subtract ``size`` bytes, which the client has read, from its unread bytes.
-
-        Dispatch calls of the client that waited for this.
-        """
-        client.unread -= size
-        self._wake(client)
-        self._pump_woken(now)
 
     # --- members ----------------------------------------------------------------------------------
 
@@ -131,7 +110,6 @@ class Fabric:
             return
         self._leave(member, LOST if returns else RETIRED, reason)
         self._fail_pinned(member, f"lost ({reason})", keep_idempotent=returns)
-        self._pump_woken(now)
         self._pump(now)
         self._end_if_alone(reason)
 
@@ -143,7 +121,6 @@ class Fabric:
         its return.
         """
         self._leave(self.members[index], AWAY, reason)
-        self._pump_woken(now)
         self._pump(now)
 
     def _leave(self, member: Member, state: str, reason: str) -> None:
@@ -156,7 +133,7 @@ class Fabric:
         member.load = 0
         for call in held:
             if call.answer_bytes:
-                self._expect_no_more(call)
+                self._subtract_unread(call.client, call.answer_bytes)
             if call.state == CANCELLING:
                 call.move(ENDED)
                 continue
@@ -175,15 +152,15 @@ class Fabric:
                 self.queue.push(call, limited=False)
             else:
                 why = "it had already streamed" if begun else f"loss {losses}"
-                self._end(
-                    call,
-                    WorkerLost(
-                        f"worker {member.index} was lost ({reason}) while it held this call "
-                        f"({call.endpoint}, {why})",
-                        worker=member.index,
-                        state_lost=call.bound_to is not None,
-                    ),
+                error = WorkerLost(
+                    f"worker {member.index} was lost ({reason}) while it held this call "
+                    f"({call.endpoint}, {why})",
+                    worker=member.index,
+                    state_lost=call.bound_to is not None,
                 )
+                del self.calls[call.id]
+                call.move(ENDED)
+                self.outbox.append(End(call, error))
 
     def member_retired(self, index: int, reason: str) -> None:
         """Record that the lost worker gets no replacement, and end the calls pinned to it."""
@@ -239,10 +216,17 @@ class Fabric:
 
     def cancel(self, call: Call, now: float) -> None:
         """Cancel the call for its caller. No ``End`` follows. Safe at any time."""
-        if call.state == QUEUED and call.id in self.calls:
-            self._unqueue(call)
-        elif call.state in (SENT, RUNNING):
-            self._abandon(call)
+        if self.calls.get(call.id) is call:
+            self._end(call, None)
+
+    def read_by_client(self, client: ClientState, size: int, now: float) -> None:
+        """Subtract ``size`` bytes, which the client has read, from its unread bytes.
+
+        Dispatch calls of the client that waited for this.
+        """
+        self._subtract_unread(client, size)
+        if self._woken:
+            self._pump(now)
 
     def results(self, member: Member, items: Sequence[Item], now: float) -> None:
         """Process items from a worker. Drop and count items for calls that it does not hold."""
@@ -267,7 +251,8 @@ class Fabric:
             else:
                 del held[item.id]
                 if call.answer_bytes:
-                    self._expect_no_more(call)
+                    # No worker computes the answer any more.
+                    self._subtract_unread(call.client, call.answer_bytes)
                 if call.state != CANCELLING:
                     del calls[item.id]
                     outbox.append(End(call, item))
@@ -284,11 +269,10 @@ class Fabric:
                     outbox.append(Drained(member))
             if self.queue.waiting:
                 self._pump(now, member)
-                self._pump_woken(now)
 
     def next_deadline(self) -> float | None:
         """Return when ``tick`` is next needed, or None if nothing has a time limit."""
-        deadline, due = self._deadlines.next(), self.holds.next()
+        deadline, due = self._deadlines.next(), self.holds.due
         return deadline if due is None else due if deadline is None else min(deadline, due)
 
     def tick(self, now: float) -> None:
@@ -306,23 +290,14 @@ class Fabric:
                 f"{call.endpoint} did not finish within its deadline "
                 f"({waited:.3f} s since it was submitted, last {where}){why}"
             )
-            if call.state == QUEUED:
-                self._end_queued(call, error)
-            else:
-                self._abandon(call)
-                self.outbox.append(End(call, error))
+            self._end(call, error)
 
     def close(self, reason: str = "the pool was closed") -> None:
         """End every call with ``Closed``. Accept no more calls."""
         self.closed = True
         self._why_closed = reason
         for call in list(self.calls.values()):
-            error = Closed(f"{reason} before this call finished")
-            if call.state == QUEUED:
-                self._end_queued(call, error)
-            else:
-                self._abandon(call)
-                self.outbox.append(End(call, error))
+            self._end(call, Closed(f"{reason} before this call finished"))
 
     def answer_waiting(self, endpoint: str, body: bytes, worker: int | None) -> int:
         """End the queued calls for this endpoint with the answer ``body``, as a worker would.
@@ -341,13 +316,8 @@ class Fabric:
             and (worker is None or call.pinned == worker)
         ]
         for call in waiting:
-            self._end_queued(call, Item(call.id, ItemKind.DONE, body))
+            self._end(call, Item(call.id, ItemKind.DONE, body))
         return len(waiting)
-
-    @property
-    def waiting(self) -> int:
-        """Number of calls that wait at the driver."""
-        return self.queue.waiting
 
     # --- inside -----------------------------------------------------------------------------------
 
@@ -370,9 +340,7 @@ class Fabric:
             return
         self.last_loss = reason
         for call in [c for c in self.calls.values() if c.state == QUEUED]:
-            self._end_queued(
-                call, WorkerLost(f"no worker is left; the last one was lost: {reason}")
-            )
+            self._end(call, WorkerLost(f"no worker is left; the last one was lost: {reason}"))
 
     def _pinned_member(self, call: Call) -> Member | None:
         """Return the worker to which a call is pinned, or None if the call must wait for it."""
@@ -414,48 +382,30 @@ class Fabric:
         member.calls[call.id] = call
         self.outbox.append(Send(member, call))
 
-    def _expect_no_more(self, call: Call) -> None:
-        """Subtract the expected answer of a call, which no worker computes any more."""
-        client = call.client
+    def _subtract_unread(self, client: ClientState | None, size: int) -> None:
+        """Subtract bytes that a client has read, or that no worker computes any more."""
         if client is not None:
-            client.unread -= call.answer_bytes
-            self._wake(client)
+            client.unread -= size
+            if client.wake():
+                self._woken = True
 
-    def _wake(self, client: ClientState) -> None:
-        if client.wake():
-            self._woken = True
+    def _end(self, call: Call, outcome: Item | SglrlError | None) -> None:
+        """End a call for its caller before a worker has ended it.
 
-    def _pump_woken(self, now: float) -> None:
-        """Send calls of unblocked clients to members that already had room."""
-        if self._woken:
-            self._woken = False
-            if not self.loads.with_room:
-                return
-            for member in self.members.values():
-                if member.has_room:
-                    self._pump(now, member)
-
-    def _unqueue(self, call: Call) -> None:
-        """End a waiting call and remove it from the queue."""
-        call.move(ENDED)
+        Args:
+            outcome: the answer, or the error. None: the caller does not wait any more.
+        """
         del self.calls[call.id]
-        self.queue.remove(call)
-
-    def _end_queued(self, call: Call, outcome: Item | SglrlError) -> None:
-        self._unqueue(call)
-        self.outbox.append(End(call, outcome))
-
-    def _end(self, call: Call, error: SglrlError) -> None:
-        del self.calls[call.id]
-        call.move(ENDED)
-        self.outbox.append(End(call, error))
-
-    def _abandon(self, call: Call) -> None:
-        """Cancel a call that a worker computes. Keep the reservation until the worker confirms."""
-        del self.calls[call.id]
-        call.move(CANCELLING)
-        assert isinstance(call.worker, Member)
-        self.outbox.append(SendCancel(call.worker, call.id))
+        if call.state == QUEUED:
+            call.move(ENDED)
+            self.queue.remove(call)
+        else:
+            # Keep the reservation until the worker confirms.
+            call.move(CANCELLING)
+            assert isinstance(call.worker, Member)
+            self.outbox.append(SendCancel(call.worker, call.id))
+        if outcome is not None:
+            self.outbox.append(End(call, outcome))
 
     def _withdraw(self, member: Member) -> None:
         self.loads.leave(member)
@@ -473,7 +423,7 @@ class Fabric:
         for call in member.pinned:
             bound = call.bound_to is not None
             if call.state == QUEUED and not (keep_idempotent and call.idempotent and not bound):
-                self._end_queued(
+                self._end(
                     call,
                     WorkerLost(
                         f"worker {member.index} is {why} and this call was pinned to it",
@@ -492,3 +442,10 @@ class Fabric:
         """
         for call, chosen in self.queue.assign(member):
             self._dispatch(call, chosen, now)
+        if self._woken:
+            # Calls of unblocked clients may be for members that already had room.
+            self._woken = False
+            for other in self.members.values():
+                if other.has_room:
+                    for call, chosen in self.queue.assign(other):
+                        self._dispatch(call, chosen, now)

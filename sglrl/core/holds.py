@@ -16,12 +16,15 @@ class Holds:
 
     The error of a call whose deadline has passed contains the reasons. Each part is reported once,
     when a call has waited for some seconds.
+
+    Attributes:
+        due: when ``report`` is next needed, if at all.
     """
 
     def __init__(self) -> None:
         self.reasons: dict[str, str] = {}
         self._reported: set[str] = set()
-        self._due: float | None = None
+        self.due: float | None = None
 
     def __str__(self) -> str:
         return "; ".join(self.reasons.values())
@@ -40,12 +43,8 @@ class Holds:
 
     def waiting(self, now: float) -> None:
         """A call may wait from now on."""
-        if self._due is None and self.reasons.keys() - self._reported:
-            self._due = now + PATIENCE
-
-    def next(self) -> float | None:
-        """Return when ``report`` is next needed, if at all."""
-        return self._due
+        if self.due is None and self.reasons.keys() - self._reported:
+            self.due = now + PATIENCE
 
     def report(self, calls: Iterable[Call], now: float) -> str:
         """Return the reasons that must be reported now; "" if there are none.
@@ -53,14 +52,14 @@ class Holds:
         Args:
             calls: the live calls.
         """
-        if self._due is None or now < self._due:
+        if self.due is None or now < self.due:
             return ""
-        self._due = None
+        self.due = None
         begun = min((c.submitted_at for c in calls if not c.urgent), default=None)
         if begun is None:
             return ""
         if now < begun + PATIENCE:
-            self._due = begun + PATIENCE
+            self.due = begun + PATIENCE
             return ""
         parts = [part for part in self.reasons if part not in self._reported]
         self._reported.update(parts)

@@ -1,6 +1,7 @@
 """The asyncio shell around ``core``, and the worker processes.
 
 * ``driver``: one receiver, one timer, and the effects of ``core.fabric``;
+* ``workers``: the states of the workers;
 * ``links``: sends messages to the workers;
 * ``raw_frames``: rows of logprobs that arrive beside a message;
 * ``gathering``: submit several calls and gather their results;

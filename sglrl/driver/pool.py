@@ -97,13 +97,13 @@ class Pool:
 
     @property
     def workers(self) -> list[WorkerInfo]:
-        found = []
+        infos = []
         closed = self.driver.fabric.closed
         # Iterate over a copy: other threads may read this property.
         for worker in list(self._supervisor.workers.values()):
             member = self.driver.fabric.members[worker.index]
             ready = worker.ready.result() if worker.is_ready else None
-            found.append(
+            infos.append(
                 WorkerInfo(
                     id=worker.index,
                     pid=ready.pid if ready else worker.pids.get(0, 0),
@@ -116,7 +116,7 @@ class Pool:
                     kept_bytes=self.weights.kept_bytes(worker.index),
                 )
             )
-        return found
+        return infos
 
     @property
     def queue(self) -> QueueInfo:
@@ -125,7 +125,9 @@ class Pool:
 
     def loads(self) -> tuple[list[Load], int]:
         fabric = self.driver.fabric
-        return [m.reported for m in fabric.members.values() if m.state is READY], fabric.waiting
+        return [
+            m.reported for m in fabric.members.values() if m.state is READY
+        ], fabric.queue.waiting
 
     @property
     def connect_options(self) -> tuple[ClientKeys | None, bool, float | None]:

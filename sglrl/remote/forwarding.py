@@ -226,7 +226,7 @@ class Relay:
         self._unsent.pop(peer, None)
         for call in peer.calls.values():
             self._driver.cancel(call)
-        self._driver.fabric.remove_client(peer.state)
+        self._driver.fabric.queue.drop(peer.state)
         for task in peer.tasks.values():
             task.cancel()
         peer.calls.clear()

@@ -232,7 +232,7 @@ class PoolServer(DriverListener):
             return False
         most = min(client.max_message_bytes, self._driver.max_message_bytes)
         fabric = self._driver.fabric
-        state = fabric.add_client(fabric.config.max_unread_bytes)
+        state = fabric.queue.add_client(fabric.config.max_unread_bytes)
         peer = self._peers[identity] = Peer(identity, most, state)
         self._tell(
             peer,

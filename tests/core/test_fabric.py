@@ -51,7 +51,7 @@ def test_a_full_queue_refuses_and_keeps_what_it_has() -> None:
     refused = make_call()
     with pytest.raises(Overloaded, match="max_queue=3"):
         fabric.submit(refused, 0.0)
-    assert fabric.waiting == 3
+    assert fabric.queue.waiting == 3
     assert refused.id not in fabric.calls
     fabric.cancel(refused, 0.0)
     validate(fabric)
@@ -272,7 +272,7 @@ def test_cancelled_calls_do_not_fill_the_queue() -> None:
     for pinned in (None, 0):
         for _ in range(2000):
             fabric.cancel(submit(fabric, pinned=pinned), 0.0)
-    assert fabric.waiting == 0
+    assert fabric.queue.waiting == 0
     assert len(fabric.queue.fresh) <= 65
     assert not fabric.queue.homed
     assert len(fabric.members[0].pinned) <= 65
@@ -328,7 +328,7 @@ def test_waiting_calls_can_be_answered_for_a_worker() -> None:
     assert fabric.answer_waiting("work", b"\x02", None) == 1
     answers = [(end.call, end.outcome.kind, end.outcome.body) for end in ends(fabric)]
     assert answers == [(pinned, ItemKind.DONE, b"\x01"), (free, ItemKind.DONE, b"\x02")]
-    assert fabric.waiting == 1
+    assert fabric.queue.waiting == 1
     validate(fabric)
     fabric.outbox.clear()
     finish(fabric, running[0])
@@ -339,7 +339,7 @@ def test_clients_take_turns_within_a_priority() -> None:
     fabric = make_fabric(1, window=1)
     running = submit(fabric)
     own = [submit(fabric) for _ in range(50)]
-    one, two = fabric.add_client(), fabric.add_client()
+    one, two = fabric.queue.add_client(), fabric.queue.add_client()
     first = [submit(fabric, client=one) for _ in range(2)]
     second = [submit(fabric, client=two) for _ in range(3)]
     before = submit(fabric, client=two, priority=1)
@@ -357,7 +357,7 @@ def test_clients_take_turns_within_a_priority() -> None:
 
 def test_repeated_calls_go_before_younger_ones_of_their_client() -> None:
     fabric = make_fabric(2, window=1)
-    client = fabric.add_client()
+    client = fabric.queue.add_client()
     lost = submit(fabric, client=client, idempotent=True)
     other = submit(fabric)
     waiting = [submit(fabric, client=client) for _ in range(3)]
@@ -375,7 +375,7 @@ def test_a_call_of_few_is_passed_by_less_often_than_one_of_many() -> None:
     That is not long for the only call of a client.
     """
     fabric = make_fabric(2, window=1, routing=("requests",))
-    client = fabric.add_client()
+    client = fabric.queue.add_client()
     slow, quick = (route([n]) for n in range(2))
     slow.extend(slow.tokens, 0)
     quick.extend(quick.tokens, 0)
@@ -393,7 +393,7 @@ def test_a_call_of_few_is_passed_by_less_often_than_one_of_many() -> None:
 
 def test_a_client_may_have_so_many_calls_wait() -> None:
     fabric = make_fabric(1, window=1, max_queue=5, max_calls_per_client=3)
-    client = fabric.add_client()
+    client = fabric.queue.add_client()
     running = [submit(fabric, client=client) for _ in range(4)]
     with pytest.raises(Overloaded, match=r"^3 calls of this client .*\(max_calls_per_client=3\)"):
         fabric.submit(make_call(client=client), 0.0)
@@ -435,7 +435,7 @@ def test_calls_that_wait_may_have_so_many_bytes() -> None:
 
 def test_a_client_that_does_not_read_gets_no_more() -> None:
     fabric = make_fabric(2, window=2)
-    client = fabric.add_client(100)
+    client = fabric.queue.add_client(100)
     calls = []
     for _ in range(4):
         call = make_call(client=client)
@@ -470,7 +470,7 @@ def test_a_client_that_does_not_read_gets_no_more() -> None:
 
 def test_a_client_that_left_stands_in_no_queue() -> None:
     fabric = make_fabric(2, window=1, routing=("requests",))
-    client = fabric.add_client()
+    client = fabric.queue.add_client()
     talk = route([1])
     talk.extend(talk.tokens, 0)
     calls = [submit(fabric, route=talk, client=client) for _ in range(3)]
@@ -478,7 +478,7 @@ def test_a_client_that_left_stands_in_no_queue() -> None:
     finish(fabric, calls[0])
     for call in calls:
         fabric.cancel(call, 0.0)
-    fabric.remove_client(client)
+    fabric.queue.drop(client)
     queues = [fabric.queue.fresh, fabric.queue.homed]
     for member in fabric.members.values():
         queues += [member.returning, member.pinned]

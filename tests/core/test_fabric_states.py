@@ -84,7 +84,7 @@ class FabricStates(RuleBasedStateMachine):
         self.model = Model(config, [1 << 30, *max_unread])
         self.fabric = Fabric(config)
         clients: list[ClientState | None] = [None]
-        clients += [self.fabric.add_client(most) for most in max_unread]
+        clients += [self.fabric.queue.add_client(most) for most in max_unread]
         self.clients = list(zip(clients, self.model.clients, strict=True))
         for index, window in enumerate(windows):
             self.join()
@@ -401,7 +401,7 @@ class FabricStates(RuleBasedStateMachine):
             return
         fabric, model = self.fabric, self.model
         validate(fabric)
-        assert fabric.waiting == len(model.in_state(WAITING))
+        assert fabric.queue.waiting == len(model.in_state(WAITING))
         assert fabric.queue.queued_bytes == model.queued_bytes()
         for state, client in self.clients:
             if state is not None:
@@ -428,7 +428,7 @@ class FabricStates(RuleBasedStateMachine):
         self.judge(self.model.close())
         self.same_as_the_model()
         assert self.fabric.calls == {}
-        assert self.fabric.waiting == self.fabric.loads.total == 0
+        assert self.fabric.queue.waiting == self.fabric.loads.total == 0
         assert self.fabric.queue.queued_bytes == self.fabric.queue.clients == 0
         for state, client in self.clients:
             assert state is None or state.unread == client.unread

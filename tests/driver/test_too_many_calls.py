@@ -78,7 +78,7 @@ async def test_what_was_submitted_before_one_was_refused_is_cancelled(remote: bo
             asyncio.ensure_future(pool.generate(input_ids=IDS, max_new_tokens=20_000))
             for _ in range(3)
         ]
-        while fabric.waiting < 1:
+        while fabric.queue.waiting < 1:
             assert not any(call.done() for call in held)
             await pool.stats()
         before = set(fabric.calls)
@@ -88,7 +88,7 @@ async def test_what_was_submitted_before_one_was_refused_is_cancelled(remote: bo
             # A client in another process reports the cancellation a moment later.
             await client.stats()
         assert set(fabric.calls) == before
-        assert fabric.waiting == 1
+        assert fabric.queue.waiting == 1
         for call in held:
             call.cancel()
         await asyncio.wait(held)

@@ -117,7 +117,7 @@ class Storm:
         fabric = pool.driver.fabric
         validate(fabric)
         assert fabric.calls == {}
-        assert fabric.waiting == 0
+        assert fabric.queue.waiting == 0
         live = [worker.id for worker in client.workers if worker.state == "ready"]
         assert all(not fabric.members[index].calls for index in live)
         channel = pool.weights
