@@ -22,7 +22,6 @@ from ..control.sleeping import SleepMethods
 from ..control.weights import WeightMethods
 from ..control.workers import WorkerMethods
 from ..core.prefixes import Route
-from ..driver.gathering import submit_all
 from ..driver.port import PoolPort
 from ..driver.worker_info import describe
 from ..errors import InvalidRequest
@@ -332,7 +331,7 @@ class Client(
                 await parser.parse([completion])
             return [completion] if several else completion
         calls, futures = requests.samples(prompts, n, prepared, options)
-        made = await submit_all(requests.driver, calls, futures)
+        made = await requests.driver.submit_all(calls, futures)
         if parser is not None:
             await parser.parse(made)
         groups = made if n == 1 else [made[i : i + n] for i in range(0, len(made), n)]

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
 from ..control.client_base import ClientBase, not_started
-from ..driver.gathering import submit_all
 from ..errors import InvalidRequest
 from ..inference.completion import NextTokenLogprobs, ScoreLogprobs, Scores
 from ..inference.number_checks import check_number
@@ -121,7 +120,7 @@ class ScoreMethods(ClientBase):
             raise InvalidRequest(f"start must be an integer of at least 0, got {start!r}")
         check_number("temperature", temperature, 0.0, math.inf, open_low=True)
         calls, futures = requests.scores(prompts, start, float(temperature), checked)
-        results = await submit_all(requests.driver, calls, futures)
+        results = await requests.driver.submit_all(calls, futures)
         return results if several else results[0]
 
     async def next_token_logprobs(

@@ -27,7 +27,6 @@ from ..core.calls import Call
 from ..core.driver_listener import DriverListener
 from ..core.policy_versions import MODEL
 from ..driver.driver import Driver
-from ..driver.gathering import submit_all
 from ..driver.pool import Pool
 from ..driver.threads import in_thread
 from ..errors import (
@@ -391,7 +390,7 @@ class PoolAdapters(DriverListener):
 
     async def _submit(self, calls: list[Call]) -> list[Any]:
         futures = [call.reply.future for call in calls]
-        return await submit_all(self._driver, calls, futures, return_exceptions=True)
+        return await self._driver.submit_all(calls, futures, return_exceptions=True)
 
     async def _on_all(self, order: _Order, deadline: Deadline) -> dict[int, Any]:
         """Call an endpoint of all workers that serve. Kill a worker that fails or is late.

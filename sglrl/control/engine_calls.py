@@ -13,7 +13,6 @@ from ..actors.actor import EndpointSpec, deadline_from
 from ..actors.replies import UnaryReply
 from ..core.calls import Call
 from ..driver.driver import Driver
-from ..driver.gathering import submit_all
 from ..errors import Closed, WorkerLost
 
 _FIRST: Final = 1 << 62
@@ -43,7 +42,7 @@ async def ask_all(
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         calls.append(_control(spec, args, kwargs or {}, index, future, timeout))
         futures.append(future)
-    results = await submit_all(driver, calls, futures, return_exceptions=worker is None)
+    results = await driver.submit_all(calls, futures, return_exceptions=worker is None)
     answers = {}
     for index, one in zip(workers, results, strict=True):
         if not isinstance(one, BaseException):

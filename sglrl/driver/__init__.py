@@ -2,9 +2,7 @@
 
 * ``driver``: one receiver, one timer, and the effects of ``core.fabric``;
 * ``workers``: the states of the workers;
-* ``links``: sends messages to the workers;
-* ``raw_frames``: rows of logprobs that arrive beside a message;
-* ``gathering``: submit several calls and gather their results;
+* ``links``: the connections to the workers, and the memory that they share with the driver;
 * ``pool``: the workers of one ``launch`` or ``spawn``, as its client sees them;
 * ``port``: the parts of a pool that a client uses, with worker processes or in another process;
 * ``lifetime``: the states of a pool, entered once and closed once;

@@ -10,8 +10,8 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, Protocol
 
 from ..config import FabricConfig
 from ..core.calls import Call
@@ -19,13 +19,12 @@ from ..core.driver_listener import DriverListener
 from ..core.effects import Chunk, Drained, End, Restart, Send, SendCancel, Waiting
 from ..core.fabric import Fabric
 from ..core.members import READY, RETIRED, Member
-from ..errors import Closed, ProtocolError, UsageError
+from ..errors import Closed, ProtocolError, SglrlError, UsageError
 from ..transport.base import DriverTransport
 from ..transport.dropped import Dropped
-from ..wire.calls import Cancel, Results
+from ..wire.calls import Cancel, Item, Results
 from ..wire.codec import Buffer, decode_to_driver, encode, encode_submit
 from .links import Links
-from .reply import fail
 from .workers import Workers
 
 logger = logging.getLogger("sglrl.driver")
@@ -35,6 +34,25 @@ ENVELOPE_BYTES: Final = 4096
 """Upper bound of the size of a message without its bodies."""
 _AT_ONCE: Final = 256
 """With more effects than this, execute them before reading the next message."""
+
+
+class Reply(Protocol):
+    """Receives the events of one call, on the event loop.
+
+    A method must not block. An exception that it raises fails the call.
+    """
+
+    def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
+        """A part of the answer has arrived."""
+
+    def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
+        """The call has ended with this answer or error. Called exactly once, last."""
+
+    def restart(self, call: Call) -> None:
+        """The call starts again on another worker.
+
+        Forget the chunks. For a resumable call, put the tokens received so far into ``call.args``.
+        """
 
 
 class Driver:
@@ -178,6 +196,34 @@ class Driver:
         fabric.submit(call, now())
         self.flush_soon()
 
+    async def submit_all(
+        self,
+        calls: list[Call],
+        futures: Sequence[asyncio.Future[Any]],
+        *,
+        return_exceptions: bool = False,
+    ) -> list[Any]:
+        """Submit calls, and return their results in order.
+
+        Args:
+            futures: the futures of the results.
+
+        Raises:
+            Exception: the first failure, which cancels the other calls. With ``return_exceptions``
+                a failure is a result instead.
+        """
+        submitted = 0
+        try:
+            for call in calls:
+                self.submit(call)
+                submitted += 1
+            return await asyncio.gather(*futures, return_exceptions=return_exceptions)
+        finally:
+            for call, future in zip(calls[:submitted], futures, strict=False):
+                # A worker may still compute a call whose answer was malformed.
+                if not future.done() or future.cancelled() or future.exception() is not None:
+                    self.cancel(call)
+
     def cancel(self, call: Call) -> None:
         """Cancel a call whose caller no longer waits, and ask its worker to stop."""
         self.fabric.cancel(call, now())
@@ -201,7 +247,7 @@ class Driver:
     # --- inside -----------------------------------------------------------------------------------
 
     def _on_message(self, identity: bytes, frames: list[Buffer]) -> None:
-        member = self._links.find(identity)
+        member = self._links.members.get(identity)
         if member is None:
             listeners = self._listeners if frames else ()
             known = any(listener.on_peer(identity, frames) for listener in listeners)
@@ -280,7 +326,7 @@ class Driver:
                 assert isinstance(effect, End | Chunk | Restart)
                 if not isinstance(effect, End):
                     self.cancel(effect.call)
-                fail(effect.call, error)
+                _fail(effect.call, error)
         self._flushing = False
         for member, calls in submits.items():
             self._links.send_calls(member, calls)
@@ -306,3 +352,16 @@ class Driver:
         self._timer = None
         self.fabric.tick(now())
         self._flush()
+
+
+def _fail(call: Call, error: Exception) -> None:
+    """Fail only the call whose reply raised an error, which is a bug."""
+    logger.error("the answer to %s could not be processed", call.endpoint, exc_info=error)
+    failure = SglrlError(
+        f"the answer to {call.endpoint} could not be processed: {type(error).__name__}: {error}"
+    )
+    failure.__cause__ = error
+    try:
+        call.reply.end(call, failure, ())
+    except Exception:
+        logger.exception("the caller of %s could not be notified", call.endpoint)

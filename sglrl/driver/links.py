@@ -1,17 +1,21 @@
-"""The connections to the workers."""
+"""The connections to the workers, and the memory that they share with the driver."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..core.calls import Call
 from ..core.members import AWAY, STARTING, Member
-from ..errors import Closed
+from ..errors import Closed, ProtocolError
 from ..transport.base import DriverTransport
-from ..wire.calls import Cancel
-from ..wire.codec import encode
+from ..transport.shared_rows import RowsReader
+from ..wire.calls import Cancel, Ready, Results
+from ..wire.codec import Buffer, encode, split_frames
+
+logger = logging.getLogger("sglrl.driver")
 
 
 class LinkListener(Protocol):
@@ -32,6 +36,7 @@ class Links:
 
     Attributes:
         listener: is notified of messages that cannot be sent.
+        members: the workers by their identities.
     """
 
     listener: LinkListener
@@ -47,21 +52,14 @@ class Links:
         self._max_message_bytes = max_message_bytes
         self._loop = asyncio.get_running_loop()
         self._identities: dict[Member, bytes] = {}
-        self._members: dict[bytes, Member] = {}
-
-    def __len__(self) -> int:
-        return len(self._members)
+        self.members: dict[bytes, Member] = {}
 
     def add(self, member: Member, identity: bytes) -> None:
-        self._members[identity] = member
+        self.members[identity] = member
         self._identities[member] = identity
 
     def remove(self, member: Member) -> None:
-        del self._members[self._identities.pop(member)]
-
-    def find(self, identity: bytes) -> Member | None:
-        """Return the worker with this identity, if any."""
-        return self._members.get(identity)
+        del self.members[self._identities.pop(member)]
 
     def send(self, member: Member, frames: list[Any]) -> None:
         """Send one message. A message to a worker that was removed is dropped."""
@@ -104,3 +102,45 @@ class Links:
     def _report(self, member: Member) -> None:
         if member in self._identities:
             self.listener.on_unreachable(member)
+
+
+class RawFrames:
+    """Finds the raw frames of results: frames of a message, and rows in shared memory.
+
+    Attributes:
+        readers: the shared memory of the workers that share any.
+    """
+
+    def __init__(self) -> None:
+        self.readers: dict[Member, RowsReader] = {}
+
+    def open(self, member: Member, ready: Ready) -> bool:
+        """Open the memory that a worker offers. Return False if there is none."""
+        if ready.rows is None:
+            return False
+        try:
+            self.readers[member] = RowsReader(ready.pid, ready.rows)
+        except OSError as error:
+            logger.debug("worker %d sends rows: %s", member.index, error)
+            return False
+        return True
+
+    def close(self, member: Member) -> None:
+        """Forget the memory of a lost worker. It stays open while rows are held."""
+        self.readers.pop(member, None)
+
+    def split(self, member: Member, message: Results, frames: list[Buffer]) -> list[list[Buffer]]:
+        """Return the raw frames of each item of a message.
+
+        Args:
+            frames: the frames of the message. The first frame is the message itself.
+
+        Raises:
+            ProtocolError: the number of raw frames differs from the number in the items.
+        """
+        if message.slots:
+            reader = self.readers.get(member)
+            if reader is None:
+                raise ProtocolError("it names shared memory that there is none of")
+            frames = [*frames, *reader.views(message.slots)]
+        return split_frames(message.items, frames)

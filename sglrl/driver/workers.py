@@ -26,8 +26,7 @@ from ..wire.calls import (
     ToDriver,
 )
 from ..wire.codec import encode, readable
-from .links import Links
-from .raw_frames import RawFrames
+from .links import Links, RawFrames
 
 now = time.monotonic
 
@@ -87,7 +86,7 @@ class Workers:
     def add(self, index: int, identity: bytes) -> None:
         """Add a new worker, or the replacement of a lost worker."""
         self._links.add(self._fabric.add_member(index), identity)
-        self.piece = _PIECE * len(self._links)
+        self.piece = _PIECE * len(self._links.members)
 
     def lost(self, index: int, reason: str, *, returns: bool = False) -> None:
         """Record that a worker is lost.
@@ -100,7 +99,7 @@ class Workers:
             return
         self._fabric.member_lost(index, reason, now(), returns=returns)
         self._links.remove(member)
-        self.piece = _PIECE * (len(self._links) or 1)
+        self.piece = _PIECE * (len(self._links.members) or 1)
         self.frames.close(member)
         self._changed()
         for listener in self._listeners:

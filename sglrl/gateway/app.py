@@ -26,7 +26,7 @@ from ..client.client import Client
 from ..errors import InvalidRequest
 from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
-from ..wire.malformed import malformed
+from ..wire.codec import malformed
 from .access import Access, error_response, json_response, key_of, unless_disconnected
 from .anthropic import ANTHROPIC, COUNT_PATH
 from .chat import CHAT, CHAT_TOKENS

@@ -17,7 +17,7 @@ import msgspec
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
 from ..inference.tokens import without_surrogates
-from ..wire.malformed import malformed
+from ..wire.codec import malformed
 from .accepted_fields import Fields
 from .errors import HttpError
 from .prompt_logprobs import Wanted

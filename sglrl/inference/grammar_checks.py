@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ..errors import InvalidRequest
-from ..wire.malformed import malformed
+from ..wire.codec import malformed
 from .engine_grammar import engine_grammar
 from .tokens import check_text
 

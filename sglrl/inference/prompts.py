@@ -11,8 +11,7 @@ from numbers import Real
 from typing import Any
 
 from ..config import type_of
-from ..driver.from_thread import from_thread
-from ..driver.threads import in_thread
+from ..driver.threads import from_thread, in_thread
 from ..errors import InvalidRequest
 from .slow_stage import shown_if_slow
 from .tokens import TokenizerBox, check_ids

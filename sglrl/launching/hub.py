@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
-from ..driver.from_thread import Finish, from_thread
+from ..driver.threads import Finish, from_thread
 from ..errors import ModelError
 from ..inference.hub_errors import explanation
 from ..transport.system_limits import start_thread

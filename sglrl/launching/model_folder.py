@@ -10,7 +10,7 @@ import msgspec
 from ..config import install
 from ..errors import ModelError, UsageError
 from ..inference.tokens import is_hub_name
-from ..wire.malformed import malformed
+from ..wire.codec import malformed
 from .interpreter import make_tiny_model
 
 

@@ -13,7 +13,7 @@ import msgspec
 
 from ..errors import UsageError
 from ..sessions.atomic_file import new_content
-from ..wire.malformed import malformed
+from ..wire.codec import malformed
 
 _FORMAT: Final = "sglrl.rollout"
 _VERSION: Final = 1

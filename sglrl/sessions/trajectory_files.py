@@ -25,7 +25,7 @@ import numpy as np
 
 from ..errors import UsageError
 from ..inference.sampling_mask import mask_from
-from ..wire.malformed import malformed
+from ..wire.codec import malformed
 from .atomic_file import new_content
 from .record import Record, rows_of
 from .trajectory import Trajectory, record_of

@@ -15,7 +15,7 @@ import typer
 
 from ..config import HEARTBEAT_TIMEOUT
 from ..errors import UsageError
-from ..wire.malformed import malformed
+from ..wire.codec import malformed
 from ..wire.processes import ClientKeys
 
 

@@ -13,7 +13,7 @@ import typer
 from ..errors import UsageError
 from ..inference.sampling import DEFAULT_MAX_NEW_TOKENS, FIELDS, SamplingParams
 from ..inference.sampling_fields import Field
-from ..wire.malformed import malformed
+from ..wire.codec import malformed
 
 OPTIONS: Final = [field for field in FIELDS.values() if field.names.option]
 """The sampling parameters that are options."""

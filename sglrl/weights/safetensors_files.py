@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from ..errors import ModelError
-from ..wire.malformed import malformed
+from ..wire.codec import malformed
 from ..wire.weights import TensorSpec
 
 _SHOWN = 8

@@ -33,6 +33,7 @@ MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors that msgspec raises for bytes that are not the expected message. Text that is not UTF-8
 and too deep nesting raise built-in errors."""
 
+_TRUNCATED: Final = "Input data was truncated"
 _SENDABLE: Final = (
     "endpoints take and return what msgspec encodes (numbers, str, bytes, containers, dataclasses, "
     "Structs) and numpy arrays"
@@ -52,10 +53,24 @@ def readable(text: object) -> str:
     If ``str`` raises, return a text that names the error.
     """
     try:
-        found = str(text)
+        readable_text = str(text)
     except Exception as error:
-        found = f"(it has no text: {type(error).__name__})"
-    return found.encode(errors="replace").decode()
+        readable_text = f"(it has no text: {type(error).__name__})"
+    return readable_text.encode(errors="replace").decode()
+
+
+def malformed(error: Exception, data: Buffer | str) -> str:
+    """Return what is wrong with JSON, or with msgpack.
+
+    Args:
+        error: of msgspec, when it decoded ``data``.
+    """
+    text = str(error)
+    if text != _TRUNCATED:
+        return text
+    size = len(data)
+    blank = not (data if isinstance(data, str) else bytes(data)).strip()
+    return "it is empty" if blank else f"it ends in the middle, after {size:,} bytes"
 
 
 def _decoder(type_: Any, what: str) -> Callable[[Buffer], Any]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from sglrl.errors import InvalidRequest
 from sglrl.inference.sampling import SamplingParams
-from sglrl.wire.malformed import malformed
+from sglrl.wire.codec import malformed
 
 
 @given(st.dictionaries(st.text(), st.integers() | st.text() | st.none(), min_size=1), st.data())

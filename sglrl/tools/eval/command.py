@@ -11,7 +11,7 @@ from rich.console import Console
 
 from ...errors import UsageError
 from ...inference.sampling import SamplingParams
-from ...wire.malformed import malformed
+from ...wire.codec import malformed
 from ..display import print_json, quiet_warnings
 from ..options import Device, Engine, Model, Replicas, Set, TpSize, check_target, launch_arguments
 from ..sampling_options import sampling_options

@@ -10,7 +10,7 @@ import msgspec
 from ...errors import InvalidRequest, UsageError
 from ...inference.prompts import check_conversation
 from ...inference.tokens import check_ids, check_text
-from ...wire.malformed import malformed
+from ...wire.codec import malformed
 
 PROMPTS: Final = ("prompt", "messages", "input_ids")
 """The fields of an item that can hold its prompt."""

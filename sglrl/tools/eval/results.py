@@ -20,7 +20,7 @@ from typing import Any, Final, Self
 import msgspec
 
 from ...errors import UsageError
-from ...wire.malformed import malformed
+from ...wire.codec import malformed
 from .items import Item
 
 _ANEW: Final = "begin anew with --overwrite, or name another --output"

@@ -8,8 +8,8 @@ from math import comb
 
 import pytest
 
-from sglrl.core.pass_at_k import pass_at_k
 from sglrl.errors import UsageError
+from sglrl.tools.eval.summary import pass_at_k
 
 
 @pytest.mark.parametrize("samples", range(1, 9))
