@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from .config import open_standard_files
+from .transport.system_limits import open_standard_files
 
 INTERRUPTED = 130
 """The exit code that shells report for a program killed by SIGINT."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import resource
 from collections.abc import Mapping
 from importlib.util import find_spec
 from inspect import isawaitable
@@ -173,6 +172,14 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
             force_setattr(self, "hang_timeout", float(self.hang_timeout))
         force_setattr(self, "heartbeat_timeout", check_heartbeat(self.heartbeat_timeout))
         check_timeout(self.start_timeout, "start_timeout")
+        restarts: object = self.restarts
+        if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
+            raise UsageError(f"restarts must be an integer of at least 0, got {restarts!r}")
+        check_timeout(self.restart_period, "restart_period")
+        if not self.restart_period:
+            raise UsageError(
+                f"restart_period must be more than 0 seconds, got {self.restart_period!r}"
+            )
         size: object = self.max_message_bytes
         if isinstance(size, bool) or not isinstance(size, int) or size < MIN_MESSAGE_BYTES:
             raise UsageError(
@@ -298,15 +305,6 @@ def nccl_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in _NCCL_MUST_AGREE if name in os.environ}
 
 
-def check_restarts(restarts: Any, period: Any) -> None:
-    """Raise ``UsageError`` unless ``restarts`` is an integer >= 0 and ``period`` is positive."""
-    if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
-        raise UsageError(f"restarts must be an integer of at least 0, got {restarts!r}")
-    check_timeout(period, "restart_period")
-    if not period:
-        raise UsageError(f"restart_period must be more than 0 seconds, got {period!r}")
-
-
 def check_timeout(timeout: Any, name: str = "timeout") -> float | None:
     """Return a timeout as Python's own float, or None.
 
@@ -379,15 +377,6 @@ def is_text(text: str) -> bool:
     return True
 
 
-def as_utf8(text: str) -> str:
-    """Return a path or variable of the system, whose bytes are UTF-8, as text.
-
-    Python reads it as lone surrogates if the locale is not UTF-8, as with ``LC_ALL=C``. Workers
-    always use UTF-8.
-    """
-    return text if is_text(text) else os.fsencode(text).decode("utf-8", "surrogateescape")
-
-
 def path_of(name: str, given: Any) -> str | None:
     """Return a path as text, or None. Raise ``UsageError`` if ``given`` is neither."""
     if given is None:
@@ -405,13 +394,13 @@ def check_env(env: Any) -> dict[str, str]:
     """
     if env is not None and not isinstance(env, Mapping):
         raise UsageError(f"env maps names to texts, got {env!r:.80}")
-    result = dict(env or {})
-    for name, value in result.items():
+    variables = dict(env or {})
+    for name, value in variables.items():
         if not isinstance(name, str) or not isinstance(value, str):
             raise UsageError(f"env maps names to texts, got {name!r}: {value!r}")
         if not name or "=" in name or "\0" in name + value or not is_text(name + value):
             raise UsageError(f"env: there can be no variable {name!a} with value {value!a}")
-    return result
+    return variables
 
 
 def positive(name: str, value: Any) -> int:
@@ -419,30 +408,6 @@ def positive(name: str, value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise UsageError(f"{name} must be an integer of at least 1, got {value!r}")
     return value
-
-
-def open_standard_files() -> None:
-    """Open /dev/null for each of the file descriptors 0, 1 and 2 that is closed.
-
-    libuv aborts the program if it gets one of these descriptors for a file of its own.
-    """
-    for fd in range(3):
-        try:
-            os.fstat(fd)
-        except OSError:
-            # ``open`` returns the lowest free descriptor, which is this one.
-            os.open(os.devnull, os.O_RDWR)
-
-
-_MAX_FILES: Final = 1 << 16
-
-
-def raise_file_limit() -> None:
-    """Raise the limit of open files to the hard limit, at most 65,536: a connection is a file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def install(extra: str) -> str:

@@ -13,7 +13,6 @@ from ..config import (
     FabricConfig,
     PoolConfig,
     check_env,
-    check_restarts,
     check_target,
     check_timeout,
     path_of,
@@ -257,7 +256,6 @@ def spawn(
         env=env,
         uninstalled={} if machines is None else uninstalled_modules(),
     )
-    check_restarts(restarts, restart_period)
     config = PoolConfig(
         start_timeout=start_timeout,
         restarts=restarts,

@@ -14,7 +14,7 @@ from typing import Final, Protocol
 
 import msgspec
 
-from ..config import as_utf8, is_text
+from ..config import is_text
 from ..errors import WorkerStartError
 from ..transport.system_limits import no_file
 from ..wire.codec import encode
@@ -246,7 +246,7 @@ class LocalLauncher:
         fork server remain set.
         """
         try:
-            here = as_utf8(os.getcwd())
+            here = _as_utf8(os.getcwd())
         except OSError:
             # The current folder was removed.
             here = "/"
@@ -254,20 +254,20 @@ class LocalLauncher:
         before = self._server.environ
         # The caller that places workers on GPUs sets CUDA_VISIBLE_DEVICES in ``env``.
         since = {
-            as_utf8(name): as_utf8(value)
+            _as_utf8(name): _as_utf8(value)
             for name, value in os.environ.items()
             if before.get(name) != value
             and name != "CUDA_VISIBLE_DEVICES"
-            and is_text(as_utf8(name + value))
+            and is_text(_as_utf8(name + value))
         }
         # Python ignores entries that are not text.
-        path = [as_utf8(p) or here for p in sys.path if isinstance(p, str)]
+        path = [_as_utf8(p) or here for p in sys.path if isinstance(p, str)]
         return encode(
             Fork(
                 key=key,
                 spec=spec,
                 env={**since, **env},
-                log=as_utf8(str(log)),
+                log=_as_utf8(str(log)),
                 cwd=here,
                 sys_path=[p for p in path if is_text(p)] if self._python is None else None,
             )
@@ -296,3 +296,12 @@ class LocalLauncher:
             self._connection.close()
         if self._folder is not None:
             remove_folder(self._folder, os.getpid())
+
+
+def _as_utf8(text: str) -> str:
+    """Return a path or variable of the system, whose bytes are UTF-8, as text.
+
+    Python reads it as lone surrogates if the locale is not UTF-8, as with ``LC_ALL=C``. Workers
+    always use UTF-8.
+    """
+    return text if is_text(text) else os.fsencode(text).decode("utf-8", "surrogateescape")

@@ -11,11 +11,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
-from ..config import FabricConfig, PoolConfig, check_target, check_timeout, raise_file_limit
+from ..config import FabricConfig, PoolConfig, check_target, check_timeout
 from ..core.members import DRAINING, READY, RETIRED, STALE, SYNCING
 from ..errors import Closed, DeadlineExceeded, UsageError, WorkerLost, WorkerStartError
 from ..transport.addresses import host_of
 from ..transport.curve_keys import read_driver_keys
+from ..transport.system_limits import raise_file_limit
 from ..transport.zmq import ZmqRouter
 from ..weights.channel import WeightChannel
 from ..wire.calls import Load, Ready

@@ -13,14 +13,13 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn, Self, TypeVar
 
 from ..client.client import Client
-from ..config import open_standard_files
 from ..errors import Closed, UsageError
 from ..inference.chunk import Chunk
 from ..remote.client import connect
 from ..rollouts.agent import Agent
 from ..rollouts.run import Rollout, rollout
 from ..sessions.session import Session
-from ..transport.system_limits import start_thread
+from ..transport.system_limits import open_standard_files, start_thread
 from ..weights.update_report import UpdateReport
 from .blocking_rollout import BlockingRollout
 from .client_thread import ClientThread, plain

@@ -17,7 +17,6 @@ from ..config import (
     cache_dir,
     check_accelerations,
     check_env,
-    check_restarts,
     check_timeout,
     check_weight_device,
     flag,
@@ -271,7 +270,6 @@ def launch(
             )
         groups = [None] * replicas
         engine_args.setdefault("vocab_size", FAKE_VOCAB_SIZE)
-    check_restarts(restarts, restart_period)
     worker_env = check_env(env)
     check_address(address, keys=keys is not None, insecure=insecure)
     check_weight_device(weight_device)

@@ -1,6 +1,6 @@
-"""Errors for exhausted limits of the system: room for files, processes, threads.
+"""Limits of the system: open files, room for files, processes, threads.
 
-Each error names the limit and tells the user what to do.
+Each error for an exhausted limit names the limit and tells the user what to do.
 """
 
 from __future__ import annotations
@@ -12,8 +12,32 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Final
 
 from ..errors import WorkerStartError
+
+_MAX_FILES: Final = 1 << 16
+
+
+def open_standard_files() -> None:
+    """Open /dev/null for each of the file descriptors 0, 1 and 2 that is closed.
+
+    libuv aborts the program if it gets one of these descriptors for a file of its own.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            # ``open`` returns the lowest free descriptor, which is this one.
+            os.open(os.devnull, os.O_RDWR)
+
+
+def raise_file_limit() -> None:
+    """Raise the limit of open files to the hard limit, at most 65,536: a connection is a file."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def no_file(folder: str | Path, error: OSError) -> WorkerStartError:
