@@ -141,15 +141,15 @@ def endpoints_of(cls: type[Any]) -> dict[str, EndpointSpec]:
     cached = _endpoints.get(cls)
     if cached is not None:
         return cached
-    found: dict[str, EndpointSpec] = {}
+    endpoints: dict[str, EndpointSpec] = {}
     for name in dir(cls):
         function = inspect.getattr_static(cls, name)
         if hasattr(function, _MARK):
             if name.startswith("_") or name in _RESERVED:
                 raise UsageError(f"{cls.__name__}.{name}: the name is reserved, choose another")
-            found[name] = EndpointSpec(name, function)
-    _endpoints[cls] = found
-    return found
+            endpoints[name] = EndpointSpec(name, function)
+    _endpoints[cls] = endpoints
+    return endpoints
 
 
 def constructor_arguments(cls: type[Actor]) -> Arguments:

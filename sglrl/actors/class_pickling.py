@@ -70,13 +70,13 @@ def uninstalled_modules() -> dict[str, ModuleType]:
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders |= {*site.getsitepackages(), site.getusersitepackages()}
     prefixes = tuple(os.path.realpath(folder) + os.sep for folder in folders)
-    found = {}
+    modules = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         own = name.partition(".")[0] in ("sglrl", "sglrl_workers", "__main__")
         if isinstance(file, str) and not own and not os.path.realpath(file).startswith(prefixes):
-            found[name] = module
-    return found
+            modules[name] = module
+    return modules
 
 
 def importable_as(cls: type, uninstalled: Container[str] = ()) -> str:
@@ -90,10 +90,10 @@ def importable_as(cls: type, uninstalled: Container[str] = ()) -> str:
         return ""
     if cls.__module__ in uninstalled:
         return ""
-    found: Any = module
+    value: Any = module
     for part in cls.__qualname__.split("."):
-        found = getattr(found, part, None)
-    return f"{cls.__module__}:{cls.__qualname__}" if found is cls else ""
+        value = getattr(value, part, None)
+    return f"{cls.__module__}:{cls.__qualname__}" if value is cls else ""
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]

@@ -43,13 +43,13 @@ def own_name(name: str) -> str:
 
 
 def _parse(name: str) -> tuple[str, str]:
-    found = _NAME.fullmatch(name)
-    if found is None:
+    match = _NAME.fullmatch(name)
+    if match is None:
         raise InvalidAdapter(
             f"{name!r} is not a tensor of a LoRA adapter; PEFT names them "
             "'base_model.model.<module>.lora_A.weight' and '...lora_B.weight'"
         )
-    return found[1], found[2]
+    return match[1], match[2]
 
 
 def module_of(name: str) -> str:

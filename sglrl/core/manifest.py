@@ -245,10 +245,10 @@ def default_bucket_bytes(total: int) -> int:
 
 def by_bucket(layout: Layout) -> list[list[int]]:
     """Return the indices of the tensors in each bucket."""
-    found: list[list[int]] = [[] for _ in layout.sizes]
+    buckets: list[list[int]] = [[] for _ in layout.sizes]
     for index, place in enumerate(layout.places):
-        found[place.bucket].append(index)
-    return found
+        buckets[place.bucket].append(index)
+    return buckets
 
 
 def differences(ours: Mapping[str, str], theirs: Mapping[str, str]) -> list[str]:

@@ -22,11 +22,11 @@ Versions = Mapping[str, int]
 
 def oldest_of(all_versions: Iterable[Versions]) -> dict[str, int]:
     """Return the oldest version of each policy."""
-    found: dict[str, int] = {}
+    oldest: dict[str, int] = {}
     for versions in all_versions:
         for name, version in versions.items():
-            found[name] = min(version, found.get(name, version))
-    return found
+            oldest[name] = min(version, oldest.get(name, version))
+    return oldest
 
 
 def age(now: Versions, oldest: Versions) -> int:

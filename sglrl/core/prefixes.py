@@ -21,10 +21,10 @@ _NO_KEYS: Final[list[int]] = []
 
 
 def _beginnings(most: int) -> tuple[int, ...]:
-    found = [0]
-    while found[-1] <= most:
-        found.append(found[-1] + (1 if found[-1] < 16 else 1 << found[-1].bit_length() - 4))
-    return tuple(found)
+    lengths = [0]
+    while lengths[-1] <= most:
+        lengths.append(lengths[-1] + (1 if lengths[-1] < 16 else 1 << lengths[-1].bit_length() - 4))
+    return tuple(lengths)
 
 
 BEGINNINGS: Final = _beginnings(1 << 32)
@@ -181,9 +181,9 @@ class PrefixIndex(Generic[H]):
         shortest = young.get(keys[0]) or old.get(keys[0]) or ()
         if shortest and len(keys) > 1:
             for key in reversed(keys):
-                found = young.get(key) or old.get(key)
-                if found:
-                    return found
+                holders = young.get(key) or old.get(key)
+                if holders:
+                    return holders
         return shortest
 
     def forget(self, member: H) -> None:

@@ -80,11 +80,11 @@ class TurnTree:
 
     def path(self, turn: int) -> tuple[int, ...]:
         """Return the turns from a root to this turn."""
-        found = []
+        turns = []
         while turn != ROOT:
-            found.append(turn)
+            turns.append(turn)
             turn = self._parents[turn]
-        return tuple(found[::-1])
+        return tuple(turns[::-1])
 
     def tokens(self, turn: int) -> bytes:
         """Return all tokens up to the end of a turn."""
@@ -92,20 +92,20 @@ class TurnTree:
 
     def starts(self, turn: int) -> list[int]:
         """Return the position, in tokens, at which each turn of the path begins to sample."""
-        found, at = [], 0
+        positions, at = [], 0
         for step in self.path(turn):
             between, sampled = self._segments[step]
-            found.append((at + len(between)) // 4)
+            positions.append((at + len(between)) // 4)
             at += len(between) + len(sampled)
-        return found
+        return positions
 
     def leaves(self) -> list[Leaf]:
         """Return the paths to the turns that no other turn extends, in the order of these turns."""
         owned: set[int] = set()
-        found = []
+        leaves = []
         for turn in reversed(range(len(self._parents))):
             if turn not in self._children:
                 path = self.path(turn)
-                found.append(Leaf(path, tuple(step for step in path if step not in owned)))
+                leaves.append(Leaf(path, tuple(step for step in path if step not in owned)))
                 owned.update(path)
-        return found[::-1]
+        return leaves[::-1]

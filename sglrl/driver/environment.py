@@ -37,9 +37,9 @@ def limits(other: Environment, *, gpus: bool) -> list[str]:
         gpus: the other side has GPUs.
     """
     own = environment()
-    found = []
+    differences = []
     if other.python != own.python:
-        found.append(
+        differences.append(
             f"Python {other.python}, here {own.python}: classes that are not in an installed "
             "package cannot be sent"
         )
@@ -49,8 +49,8 @@ def limits(other: Environment, *, gpus: bool) -> list[str]:
     for name, (theirs, ours) in packages.items():
         # A program without torch sends no weights itself.
         if theirs and ours and theirs != ours:
-            found.append(f"{name} {theirs}, here {ours}: weights cannot be sent from memory")
-    return found
+            differences.append(f"{name} {theirs}, here {ours}: weights cannot be sent from memory")
+    return differences
 
 
 def _version(*packages: str) -> str:

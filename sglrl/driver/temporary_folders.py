@@ -57,14 +57,14 @@ def remove_folder(folder: Path, owner: int) -> None:
 def _sweep(base: str) -> None:
     """Remove the folders in ``base`` that have a lock which no process holds."""
     with contextlib.suppress(OSError), os.scandir(base) as entries:
-        found = [
+        folders = [
             Path(entry.path)
             for entry in entries
             if entry.name.startswith(_PREFIX)
             and entry.is_dir(follow_symlinks=False)
             and entry.stat(follow_symlinks=False).st_uid == os.getuid()
         ]
-        for folder in found:
+        for folder in folders:
             if folder not in _locks and _lock(folder, 0):
                 remove_folder(folder, os.getpid())
 

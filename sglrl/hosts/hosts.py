@@ -143,11 +143,6 @@ class Hosts:
         """Where nodes connect to, once this is open."""
         return self._address if self._router is None else self._router.outer_address
 
-    @property
-    def _own_address(self) -> str:
-        """The address as given, with the port that the system has chosen."""
-        return f"{self._address.rpartition(':')[0]}:{self.address.rpartition(':')[2]}"
-
     def reachable(self, config: PoolConfig) -> PoolConfig:
         """Return the configuration of a pool to which workers on these hosts can connect."""
         return msgspec.structs.replace(
@@ -217,8 +212,10 @@ class Hosts:
         self._router.start(self._on_message)
         self._check()
         if self._nodes:
+            # The address as given, with the port that the system has chosen.
+            own = f"{self._address.rpartition(':')[0]}:{self.address.rpartition(':')[2]}"
             self._invitations = Invitations(
-                self._nodes, self._node_keys, self._own_address, self.heartbeat_timeout
+                self._nodes, self._node_keys, own, self.heartbeat_timeout
             )
 
     async def close(self) -> None:
@@ -306,17 +303,17 @@ class Hosts:
     def too_few(self, workers: int, gpus: int) -> str:
         """Return what the hosts offer, in words, when these workers do not fit on them."""
         what = f"{workers} worker{'s' if workers > 1 else ''} with {gpus} GPUs each"
-        offers = "; ".join(map(self._described, self.placement.offers))
+        offers = "; ".join(
+            f"{host} has {len(offer.gpus)} GPUs ({len(self.placement.free(host))} free) and "
+            f"{offer.cores} cores"
+            for host, offer in self.placement.offers.items()
+        )
         return f"{what} do not fit: {offers or 'no host is there'}"
 
     def release(self, place: WorkerPlace) -> None:
         """Give a place back."""
         self.placement.release(place)
         self._changed()
-
-    def _described(self, host: str) -> str:
-        offer, free = self.placement.offers[host], len(self.placement.free(host))
-        return f"{host} has {len(offer.gpus)} GPUs ({free} free) and {offer.cores} cores"
 
     def change(self) -> asyncio.Future[None]:
         """Return a future that is done at the next change of hosts or places."""
@@ -341,7 +338,10 @@ class Hosts:
                 case Numbered() | Acknowledge() if link is not None and link.session.connected:
                     # After a break, what still arrives on the old connection is sent again.
                     if link.session.receive(message):
-                        self._handle(link, decode_from_node(frames[1]))
+                        of_pool = decode_from_node(frames[1])
+                        pool = self._pools.get(of_pool.pool)
+                        if pool is not None:
+                            pool.on_node(link, of_pool)
                 case Goodbye() if link is not None:
                     link.say_goodbye()
                     self._end(link, "its node ended" if self._users else "the hosts were closed")
@@ -410,11 +410,6 @@ class Hosts:
         return next(
             other for n in itertools.count(2) if (other := f"{name}-{n}") not in self._links
         )
-
-    def _handle(self, link: NodeLink, message: FromNode) -> None:
-        pool = self._pools.get(message.pool)
-        if pool is not None:
-            pool.on_node(link, message)
 
     def _check(self) -> None:
         if self.strangers != self._known_strangers:

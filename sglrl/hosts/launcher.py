@@ -147,11 +147,11 @@ class HostLauncher:
             preload = "sglang-cuda" if device == "cuda" else self._kind
             link.session.send(OpenPool(self._pool, preload, self._env))
             self.missing = f"host {link.name} imports what workers need"
-        found = await asyncio.shield(opened)
-        if found.error:
+        answer = await asyncio.shield(opened)
+        if answer.error:
             del self._opened[link]
             raise WorkerStartError(
-                f"host {link.name} cannot start workers: {found.error}", output=found.output
+                f"host {link.name} cannot start workers: {answer.error}", output=answer.output
             )
 
     def request(self, key: int, spec: WorkerSpec, env: Mapping[str, str], log: Path) -> bytes:

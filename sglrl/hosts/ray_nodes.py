@@ -36,8 +36,8 @@ class RayNodes:
     def own_host(self) -> str:
         import ray
 
-        found: str = ray.util.get_node_ip_address()
-        return found
+        ip: str = ray.util.get_node_ip_address()
+        return ip
 
     async def run(self, address: str, keys: ClientKeys, expect: Callable[[int], None]) -> str:
         import ray
@@ -86,12 +86,12 @@ def _bundles() -> list[dict[str, float]]:
     """Return what to reserve on each machine."""
     import ray
 
-    found: list[dict[str, float]] = []
+    bundles: list[dict[str, float]] = []
     for node in ray.nodes():
         if node["Alive"]:
             gpus = node["Resources"].get("GPU", 0)
-            found.append({"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1})
-    return found
+            bundles.append({"CPU": 1, "GPU": gpus} if gpus else {"CPU": 1})
+    return bundles
 
 
 class _RayNode:

@@ -43,11 +43,11 @@ class SlurmNodes:
         # The machines of a cluster know each other by name. Often they have no default route.
         name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         try:
-            found = socket.gethostbyname(name)
+            ip = socket.gethostbyname(name)
         except OSError:
             return "0.0.0.0"
         # Debian gives a machine's own name the address 127.0.1.1.
-        return "0.0.0.0" if ip_address(found).is_loopback else found
+        return "0.0.0.0" if ip_address(ip).is_loopback else ip
 
     async def run(self, address: str, keys: ClientKeys, expect: Callable[[int], None]) -> str:
         count = int(os.environ.get("SLURM_JOB_NUM_NODES", "1"))

@@ -176,8 +176,8 @@ class Relay:
             self._driver.loop.call_soon(self._flush_all)
 
     def fail(self, peer: Peer, id_: int, error: SglrlError, call: Call | None = None) -> None:
-        found = ErrorBody(type(error).__name__, error.message, getattr(error, "traceback", ""))
-        body = encode(found)
+        wire_error = ErrorBody(type(error).__name__, error.message, getattr(error, "traceback", ""))
+        body = encode(wire_error)
         if call is None:
             self.put(peer, (id_, ItemKind.FAILED, body, 0), ())
         else:

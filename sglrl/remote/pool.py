@@ -179,10 +179,10 @@ class RemotePool:
         on_break = weakref.WeakMethod(self._on_break)
 
         def tell() -> None:
-            found = on_break()
-            if found is not None:
+            callback = on_break()
+            if callback is not None:
                 with contextlib.suppress(RuntimeError):  # the loop is closed
-                    loop.call_soon_threadsafe(found)
+                    loop.call_soon_threadsafe(callback)
 
         return ZmqDealer(
             self._url,

@@ -65,8 +65,8 @@ def ip_of(address: str) -> str:
     """Return the IPv4 address of ``tcp://HOST:PORT``, or "" without one. Sends nothing there."""
     with contextlib.suppress(OSError), sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as s:
         s.connect((host_of(address), int(address.rpartition(":")[2])))
-        found: str = s.getpeername()[0]
-        return found
+        ip: str = s.getpeername()[0]
+        return ip
     return ""
 
 
@@ -103,8 +103,8 @@ def address_towards(other: str, own: str) -> str:
     # Sends no packet, as below.
     with contextlib.suppress(OSError), sockets.socket(family, sockets.SOCK_DGRAM) as s:
         s.connect((host_of(other), int(other.rpartition(":")[2])))
-        found = s.getsockname()[0]
-        return f"tcp://{f'[{found}]' if ':' in found else found}:{own.rpartition(':')[2]}"
+        ip = s.getsockname()[0]
+        return f"tcp://{f'[{ip}]' if ':' in ip else ip}:{own.rpartition(':')[2]}"
     return own
 
 
@@ -125,7 +125,7 @@ def reachable(address: str, *, here: bool) -> str:
                 # Sends no packet: the kernel only chooses the source address for a packet.
                 with contextlib.suppress(OSError), sockets.socket(family, sockets.SOCK_DGRAM) as s:
                     s.connect((away, 9))
-                    found = s.getsockname()[0]
-                    host = f"[{found}]" if ":" in found else found
+                    ip = s.getsockname()[0]
+                    host = f"[{ip}]" if ":" in ip else ip
             return f"tcp://{host}:{address.removeprefix(anywhere)}"
     return address

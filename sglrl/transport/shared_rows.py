@@ -176,7 +176,7 @@ class RowsReader:
             ProtocolError: a slot does not exist, or a view of it still exists.
         """
         layout, held = self._layout, self._held
-        found = []
+        views = []
         for slot in slots:
             if not 0 <= slot < layout.count or slot in held:
                 raise ProtocolError(f"slot {slot} of {layout.count} cannot be given out")
@@ -184,8 +184,8 @@ class RowsReader:
             row.flags.writeable = False
             reference = held[slot] = _Held(row, self._free)
             reference.slot = slot
-            found.append(memoryview(row))  # type: ignore[arg-type]
-        return found
+            views.append(memoryview(row))  # type: ignore[arg-type]
+        return views
 
     @property
     def held(self) -> int:

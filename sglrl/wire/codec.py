@@ -121,16 +121,16 @@ def split_frames(
             an impossible number.
     """
     at = 1
-    found = []
+    owned = []
     for part in parts:
         count = part.frames
         if not 0 <= count <= len(frames) - at:
             raise ProtocolError(f"a part of {count} raw frames in a message of {len(frames) - 1}")
-        found.append(frames[at : at + count])
+        owned.append(frames[at : at + count])
         at += count
     if at != len(frames):
         raise ProtocolError(f"{len(frames) - at} raw frames belong to nothing")
-    return found
+    return owned
 
 
 class OutgoingCall(Protocol):
@@ -289,10 +289,10 @@ def check_type(type_: Any, what: str) -> None:
     Args:
         what: the argument or result of this type, for the error.
     """
-    found = [msgspec.inspect.type_info(type_)]
-    known = {id(found[0])}
+    infos = [msgspec.inspect.type_info(type_)]
+    known = {id(infos[0])}
     # The list grows while it is read. A type may contain itself, so each is added once.
-    for info in found:
+    for info in infos:
         if isinstance(info, msgspec.inspect.CustomType):
             cls = get_origin(info.cls) or info.cls
             if cls not in (np.ndarray, Blob):
@@ -303,20 +303,20 @@ def check_type(type_: Any, what: str) -> None:
         for part in _parts(info):
             if id(part) not in known:
                 known.add(id(part))
-                found.append(part)
+                infos.append(part)
 
 
 def _parts(info: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
     """Return the types of a type's fields, items, keys and values, without the types in them."""
-    found = []
+    parts = []
     for name in info.__struct_fields__:
         value = getattr(info, name)
         for part in value if isinstance(value, tuple) else (value,):
             if isinstance(part, msgspec.inspect.Field):
                 part = part.type
             if isinstance(part, msgspec.inspect.Type):
-                found.append(part)
-    return found
+                parts.append(part)
+    return parts
 
 
 def _check_array(array: np.ndarray[Any, Any], type_: Any) -> None:
