@@ -37,7 +37,7 @@ class ListeningNode:
     Args:
         address: where it listens.
         keys: its secret key and the public keys of programs; None: it is not encrypted.
-        settings: of the node. The invitation replaces its address.
+        settings: the settings of the node. The invitation replaces its address.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Invitations:
 
     Args:
         nodes: their addresses.
-        keys: of the connections to them.
+        keys: the keys of the connections to the nodes.
         own: where this program listens for nodes.
     """
 

@@ -35,7 +35,7 @@ class NodePool:
     """Starts the workers of one pool on this machine, through a fork server.
 
     Args:
-        number: of the pool.
+        number: the number of the pool in messages.
         env: the workers' environment variables, in addition to this process's.
         report: sends a message to the driver.
         outer_address: ``outer_address(address)`` is the address at which this machine reaches the

@@ -27,7 +27,7 @@ class NodeStarter(Protocol):
     """Starts a node on each machine that this program may use.
 
     Attributes:
-        name: of the system that starts them, for messages.
+        name: the name of the system that starts the nodes, for messages.
     """
 
     name: str
@@ -48,7 +48,7 @@ class NodeStarter(Protocol):
 
         Args:
             address: where the nodes connect to.
-            keys: of the nodes.
+            keys: the keys of the nodes.
             expect: called with the number of nodes, once it is known.
 
         Returns:

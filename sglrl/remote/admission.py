@@ -43,7 +43,8 @@ class Admission:
     Args:
         relay: sends the answers.
         driver: accepts the calls.
-        requests: of the pool's own client: the engine's limits, the current versions, the adapters.
+        requests: the requests of the pool's own client, which know the engine's limits, the current
+            versions and the adapters.
         operations: operations on the pool.
         ask: ``ask(peer, request, operation)`` runs an operation for a client.
     """

@@ -34,8 +34,8 @@ class LoraPart(msgspec.Struct, array_like=True, frozen=True):
     """Arguments of ``lora_part``: some tensors of the adapter that upload ``serial`` brings.
 
     tensors: named as in PEFT's file.
-    data: of the tensors, contiguous, one after the other. It is the raw frame of the call, so it is
-        empty in the message.
+    data: the bytes of the contiguous tensors, one after the other. It is the raw frame of the call,
+        so it is empty in the message.
     """
 
     serial: int
@@ -46,7 +46,7 @@ class LoraPart(msgspec.Struct, array_like=True, frozen=True):
 class LoraPrepare(msgspec.Struct, array_like=True, frozen=True):
     """Arguments of ``lora_prepare``: all tensors have arrived. Check them, and prepare the adapter.
 
-    rank: of the adapter.
+    rank: the rank of the adapter.
     scaling: the factor of its update of a module.
     """
 

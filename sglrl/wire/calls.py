@@ -106,7 +106,7 @@ class Load(msgspec.Struct, array_like=True, gc=False, frozen=True):
 class Results(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=11):
     """All items of one scheduler step, or of one loop tick of a plain actor.
 
-    load: of the engine, if the worker reports it now.
+    load: the load of the engine, if the worker reports it now.
     slots: slots of shared memory (``transport/shared_rows.py``) that hold the raw frames.
     """
 

@@ -63,7 +63,7 @@ def malformed(error: Exception, data: Buffer | str) -> str:
     """Return what is wrong with JSON, or with msgpack.
 
     Args:
-        error: of msgspec, when it decoded ``data``.
+        error: the error that msgspec raised for ``data``.
     """
     text = str(error)
     if text != _TRUNCATED:

@@ -10,7 +10,7 @@ import msgspec
 class RoutedShape(NamedTuple):
     """A token's row of routed experts: ``layers`` x ``k`` values.
 
-    dtype: of the values, uint8 ("|u1") or int16 ("<i2").
+    dtype: the dtype of the values, uint8 ("|u1") or int16 ("<i2").
     """
 
     layers: int
@@ -29,7 +29,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     lora_target_modules: the last parts of the names of the modules that adapters may change.
     max_loaded_loras: how many adapters may be loaded; 0: any number.
     sleep_tags: what the engine can give back while it sleeps, of ``SLEEP_TAGS``.
-    hidden_size: of the states that requests may ask for; 0: they may not.
+    hidden_size: the size of the states that requests may ask for; 0: they may not.
     routed_experts: the shape and dtype of a token's row of routed experts; None: the engine does
         not return them.
     logit_processors: the names of the declared logit processors ("module:Class").
@@ -89,7 +89,7 @@ class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
     ids: int32 [t].
     logprobs: float32 [t], or empty.
     top_ids, top_logprobs: int32 and float32 [t, k], or empty.
-    version: of the weights that sampled all of these tokens.
+    version: the version of the weights that sampled all of these tokens.
     finish: "" until the last chunk, then "stop", "length" or "abort".
     stop_match: the stop string or stop token that ended the call.
     parts: only in the answer to ``ScoreArgs``, which has logprobs and no ids. int32 [p, 2]: the
@@ -98,8 +98,8 @@ class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
     mask_ids: int32 [m], the token ids that could be drawn at each position, one position after the
         other; empty if they are not wanted.
     mask_lengths: int32 [t], the number of ids at each position, or empty.
-    lora_version: of the adapter that sampled all of these tokens.
-    lora_parts: as ``parts``, with versions of the adapter. Empty if ``lora_version`` computed all.
+    lora_version: the version of the adapter that sampled all of these tokens.
+    lora_parts: like ``parts``, with versions of the adapter. Empty if one version computed all.
     hidden_states: float32 [t, hidden size], or empty.
     given_logprobs: float32 [t, k], the logprobs of the k token ids of ``token_ids_logprob``.
     routed: number of rows of routed experts (``EngineInfo.routed_experts``) in the raw frames of
@@ -168,8 +168,8 @@ SLEEP_TAGS: Final = ("kv_cache", "weights")
 class TensorValue(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """A tensor, contiguous.
 
-    name: in the checkpoint.
-    dtype: as torch prints it, without "torch.".
+    name: the name in the checkpoint.
+    dtype: the dtype as torch prints it, without "torch.".
     data: a bytearray when it is received, because a tensor needs memory that it may write to.
     """
 

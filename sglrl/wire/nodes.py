@@ -16,7 +16,7 @@ class NodeHello(msgspec.Struct, array_like=True, frozen=True, tag=80):
     """The first message of a node on a connection. The driver answers ``Admit`` or ``Refuse``.
 
     protocol: the node's ``PROTOCOL_VERSION``.
-    name: of the host, for messages.
+    name: the name of the host, for messages.
     gpus: entries for ``CUDA_VISIBLE_DEVICES``.
     orphan_timeout: seconds without a connection after which the node ends the session.
     boot: identifies the machine and its start.

@@ -26,7 +26,7 @@ class Request(NamedTuple):
     A tuple, because it is faster to decode than a struct; a new field needs a new
     ``PROTOCOL_VERSION``.
 
-    args: as in ``CallMessage``.
+    args: the arguments, as in ``CallMessage``.
     timeout: seconds left for the call, or None.
     conversation: the client's number of the conversation that the call continues; -1: none.
     """
@@ -81,10 +81,10 @@ class WorkerStatus(msgspec.Struct, array_like=True, gc=False, frozen=True):
 class PoolStatus(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The state of the pool.
 
-    version: of the weights.
+    version: the version of the weights.
     queued, queued_bytes: calls that wait at the driver, and the bytes that they hold.
     queued_clients: how many clients these calls come from.
-    lora_versions: of each adapter that was ever loaded, by name.
+    lora_versions: the version of each adapter that was ever loaded, by name.
     """
 
     version: int

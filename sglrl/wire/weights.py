@@ -19,7 +19,7 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one process. Some must be equal in all processes of a group.
 
     device: "cpu" or "cuda".
-    uuid: of the GPU; "" on a CPU.
+    uuid: the UUID of the GPU; "" on a CPU.
     torch, nccl: versions.
     environment: NCCL's environment variables.
     host, port: the address of the store of the sender's group. A worker has no store: port 0.
@@ -176,7 +176,7 @@ class Rejoin(msgspec.Struct, array_like=True, frozen=True, tag=32):
 class KeepWeights(msgspec.Struct, array_like=True, frozen=True, tag=33):
     """Copy the live weights to the memory of the host. Answered with the number of bytes.
 
-    version: of the weights.
+    version: the version of the weights.
     """
 
     id: int

@@ -39,8 +39,8 @@ class ZmqRouter(Pump):
             heard.
 
     Attributes:
-        address: for connections of workers on this machine.
-        outer_address: for connections from other machines.
+        address: the address for workers on this machine.
+        outer_address: the address for other machines.
         worker_keys: keys that are created for this router only. None without ``keys``.
     """
 
