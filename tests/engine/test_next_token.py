@@ -240,7 +240,7 @@ async def test_rows_in_memory_that_is_shared(models: Path, overlap: bool) -> Non
     async with sglrl.launch(
         folder, device="cpu", disable_overlap_schedule=not overlap, max_total_tokens=4096
     ) as client:
-        (reader,) = client.requests.driver._frames.readers.values()
+        (reader,) = client.requests.driver.workers.frames.readers.values()
         kept = []
         for _ in range(3):
             found = await asyncio.gather(

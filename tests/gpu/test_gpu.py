@@ -118,7 +118,7 @@ async def test_rows_of_a_large_vocabulary(tmp_path: Path) -> None:
     prompts = [[3 + (7 * i + 11 * j * j) % 140_000 for j in range(4 + i % 20)] for i in range(64)]
     expected = [reference.logprobs(prompt)[-1] for prompt in prompts]
     async with sglrl.launch(folder, device="cuda", **ARGUMENTS) as client:
-        (reader,) = client.requests.driver._frames.readers.values()
+        (reader,) = client.requests.driver.workers.frames.readers.values()
         held = []
         while len(held) < MAX_BYTES // (4 * 150_000) + 100:
             given_up = [asyncio.ensure_future(client.next_token_logprobs(p)) for p in prompts]

@@ -73,7 +73,7 @@ async def test_a_lost_worker_is_survived(client: sglrl.Client) -> None:
 
 def readers(client: sglrl.Client) -> list[RowsReader]:
     """Return the readers of the memory that the driver shares with each worker, in worker order."""
-    found = client.requests.driver._frames.readers
+    found = client.requests.driver.workers.frames.readers
     return [found[member] for member in sorted(found, key=lambda member: member.index)]
 
 
@@ -146,7 +146,7 @@ async def test_a_worker_whose_memory_cannot_be_opened(monkeypatch: pytest.Monkey
     def refused(*args: object) -> None:
         raise PermissionError("not yours")
 
-    monkeypatch.setattr("sglrl.driver.raw_frames.RowsReader", refused)
+    monkeypatch.setattr("sglrl.driver.links.RowsReader", refused)
     async with sglrl.launch("fake", engine="fake", vocab_size=VOCAB, context_length=64) as client:
         for i in range(3):
             assert int((await client.next_token_logprobs([i])).logprobs.argmax()) == i
