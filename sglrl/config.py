@@ -21,8 +21,8 @@ ROUTING_STRATEGIES = ("prefix-aware", "requests", "kv-cache", "round-robin")
 
 
 MIN_UNREAD_BYTES: Final = 4 << 20
-"""Minimum of ``max_unread_bytes``. A remote client sends a report whenever it has read a fourth of
-this. A client that reads is therefore never mistaken for a client that does not read."""
+"""Minimum of ``max_unread_bytes``. A remote client sends a report each time it has read a fourth of
+this number of bytes. The driver therefore always knows that a client reads its answers."""
 DROPPED_AT: Final = 4
 """A client is dropped at this multiple of ``FabricConfig.max_unread_bytes``."""
 
@@ -36,17 +36,17 @@ class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
             ``Overloaded``.
         max_queue_bytes: maximum bytes of the waiting calls: token ids, raw arguments and raw
             frames. A call that would exceed the limit raises ``Overloaded``.
-        max_calls_per_client: maximum number of waiting calls of one client (the pool's own, or one
-            in another process). A further call raises ``Overloaded`` in this client. None:
-            ``max_queue``.
+        max_calls_per_client: maximum number of waiting calls of one client (the pool's own client,
+            or a client in another process). A further call raises ``Overloaded`` in this client.
+            None: ``max_queue``.
         max_unread_bytes: maximum bytes of answers that a client in another process has not read.
-            At the limit, further calls of the client wait. Running calls continue, so the unread
-            answers may reach twice this size with rows and scores, and more with generations. At
-            ``DROPPED_AT`` times this size, or of ``max_message_bytes`` if that is more, the client
-            is dropped and its calls end.
-        max_attempts: maximum number of workers that one idempotent call may lose, without a chunk
-            between the losses. Then the call fails, because it may be the cause of the losses. The
-            number must be large enough that unrelated losses do not reach it.
+            At the limit, further calls of the client wait. Running calls continue. Their answers
+            may double the unread bytes if they are rows and scores, and exceed that if they are
+            generations. At ``DROPPED_AT`` times the larger of this size and ``max_message_bytes``,
+            the client is dropped and its calls end.
+        max_attempts: maximum number of workers that may be lost one after another while they hold
+            the same idempotent call, with no chunk received between the losses. Then the call
+            fails, because it may be the cause. Unrelated losses must not reach this number.
         overload: a worker counts as overloaded for prefix affinity when it holds more than
             ``overload`` times the mean load plus ``overload_slack`` calls.
         overload_slack: see ``overload``.
@@ -122,12 +122,12 @@ HEARTBEAT_TIMEOUT: Final = 30.0
 _LONGEST_HEARTBEAT: Final = 1e6
 """Maximum ``heartbeat_timeout`` in seconds. ZeroMQ counts milliseconds in 32 bits."""
 MIN_MESSAGE_BYTES: Final = 16 << 10
-"""Minimum of ``max_message_bytes``. A fourth of it is reserved for the parts of a message that are
-not its call."""
+"""Minimum of ``max_message_bytes``. A fourth of a message is reserved for its other parts beside
+the call."""
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """How a pool connects to and starts its worker processes. Times are in seconds.
+    """Settings for starting and connecting the workers of a pool. Times are in seconds.
 
     Attributes:
         address: "ipc" (a private folder, the default), "tcp" for the loopback interface, or
@@ -136,17 +136,17 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
             ``insecure`` is set.
         insecure: allow addresses beyond loopback without keys.
         start_timeout: maximum time to start the pool, or to start further workers.
-        shutdown_timeout: time for a worker to exit before it is killed.
-        max_message_bytes: largest frame that either side accepts.
+        shutdown_timeout: time that a worker has to exit before it is killed.
+        max_message_bytes: size of the largest frame that either side accepts.
         restarts: maximum number of replacements of one worker within ``restart_period``. A worker
             that exceeds it is retired.
         restart_period: see ``restarts``.
-        hang_timeout: maximum time without progress of a worker that holds calls; None: no limit.
-        heartbeat_timeout: a TCP connection is broken when nothing arrives for this time; None: no
-            heartbeats.
-        log_dir: folder that keeps the logs of all workers; None: see ``driver/worker_logs.py``.
-        keep_weights: which hosts keep the current weights in memory for replacements: "auto", while
-            only one worker has them; "host", each host with workers; None, no host.
+        hang_timeout: maximum time without progress of a worker that holds calls. None: no limit.
+        heartbeat_timeout: time without incoming data after which a TCP connection counts as broken.
+            None: no heartbeats.
+        log_dir: folder that keeps the logs of all workers. None: only failed workers' logs stay.
+        keep_weights: which hosts keep the current weights in memory for replacements. "auto": one
+            host, while only one worker has them. "host": each host with workers. None: no host.
     """
 
     address: str = "ipc"
@@ -201,11 +201,11 @@ ACCELERATIONS: Final = (
 
 
 def check_accelerations(value: Any) -> tuple[str, ...] | None:
-    """Return the names of the wanted accelerations of SGLang. None: all.
+    """Return the names of the wanted accelerations of SGLang, or None for all of them.
 
     Args:
-        value: True for all, unless ``$SGLRL_ACCELERATIONS`` has other names ("none", or names with
-            commas between them); False for none; or a list of names.
+        value: a list of names, False for none, or True for the names in ``$SGLRL_ACCELERATIONS``
+            ("none", or names separated by commas). Without this variable, True means all.
 
     Raises:
         UsageError: a name is unknown.
@@ -230,7 +230,7 @@ def shows_progress(value: bool | None) -> bool:
     """Return whether to show the start of workers.
 
     Args:
-        value: None: yes, unless ``$SGLRL_PROGRESS`` is "0".
+        value: True or False. None: True, unless ``$SGLRL_PROGRESS`` is "0".
     """
     if value is None:
         return os.environ.get("SGLRL_PROGRESS") != "0"
@@ -238,10 +238,10 @@ def shows_progress(value: bool | None) -> bool:
 
 
 def flag(name: str, value: Any) -> bool:
-    """Return an argument that is True or False.
+    """Return the value of an argument that must be True or False.
 
     Raises:
-        UsageError: it is neither.
+        UsageError: the value is neither.
     """
     if not isinstance(value, bool):
         raise UsageError(f"{name} must be True or False, got {value!r:.200}")
@@ -252,14 +252,14 @@ def check_weight_device(device: Any) -> None:
     """Check the device from which weights are to be sent. torch need not be installed.
 
     Raises:
-        UsageError: it is neither the CPU nor a GPU.
+        UsageError: the device is neither the CPU nor a GPU.
     """
     if device is not None and not re.fullmatch(r"(cpu|cuda)(:\d+)?", str(device)):
         raise UsageError(f"weight_device must be 'cpu', 'cuda' or 'cuda:N', got {device!r:.200}")
 
 
 def torchrl_environment() -> dict[str, str]:
-    """Return the environment variables of TorchRL's SGLang classes that are set."""
+    """Return all set environment variables that configure TorchRL's SGLang classes."""
     return {k: v for k, v in os.environ.items() if k.startswith("TORCHRL_SGLANG_")}
 
 
@@ -301,7 +301,7 @@ _NCCL_MUST_AGREE = (
 
 
 def nccl_environment() -> dict[str, str]:
-    """Return the NCCL variables set here that must be equal in all processes of a group."""
+    """Return the NCCL variables of this process that must be equal in all members of a group."""
     return {name: os.environ[name] for name in _NCCL_MUST_AGREE if name in os.environ}
 
 
@@ -411,10 +411,10 @@ def positive(name: str, value: Any) -> int:
 
 
 def install(extra: str) -> str:
-    """Return the command that installs a missing extra, for a message.
+    """Return the command that installs a missing extra, for an error message.
 
-    In a clone, or an editable installation of a clone, the command installs from its folder.
-    Otherwise it installs the published package.
+    In a clone, or an editable installation of a clone, the command installs from the clone's
+    folder. Otherwise it installs the published package.
     """
     folder = Path(__file__).resolve().parents[1]
     if (folder / "pyproject.toml").is_file():
@@ -423,20 +423,20 @@ def install(extra: str) -> str:
 
 
 class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """What a gateway does with parts of requests that the model cannot be shown.
+    """The gateway's treatment of parts of requests that the model cannot be shown.
 
     Attributes:
-        unsupported_tools: tools that the model cannot be shown, because a provider's servers define
-            or run them (web search, code execution, MCP servers). "reject": the request is an
-            error. "omit": the model does not see them. A warning names each of them once.
-        later_system: messages of the role "system" after the first message. "keep": the chat
-            template writes them where they are; if it has no place for them, the request is an
-            error. "user": those directly after the first one are joined to it, and the others
-            become messages of the user. "merge": all are joined to the first one. Such a message in
-            the middle of a conversation then begins a branch.
+        unsupported_tools: treatment of tools that a provider's servers define or run (web search,
+            code execution, MCP servers). "reject": the request is an error. "omit": the model does
+            not see these tools, and a warning names each of them once.
+        later_system: treatment of system messages after the first message. "keep": the chat
+            template writes them where they are; if it cannot, the request is an error. "user":
+            system messages directly after the first message are joined to it, and the others become
+            user messages. "merge": all are joined to the first message. A new system message in the
+            middle of a conversation then begins a branch.
 
     Raises:
-        UsageError: a value is none of these.
+        UsageError: an option has any other value.
     """
 
     unsupported_tools: str = "reject"
@@ -457,7 +457,7 @@ def check_gateway_packages() -> None:
     """Check that the packages of the extra ``gateway`` are installed.
 
     Raises:
-        UsageError: one is missing.
+        UsageError: a package is missing.
     """
     packages = ("httpx", "jinja2", "prometheus_client", "starlette", "transformers", "uvicorn")
     for module in packages:

@@ -29,8 +29,9 @@
     ├── ProtocolError                  a peer sent a message that is not part of the protocol
     └── Closed                         the pool, client or stream is already closed
 
-The caller can fix a ``UsageError``, the author of the actor a ``RemoteError``, and the operator a
-``WorkerError`` or an ``EngineError``. Every error can be pickled and keeps its attributes.
+The caller can fix a ``UsageError``. The author of the actor can fix a ``RemoteError``. The operator
+can fix a ``WorkerError`` or an ``EngineError``. Every error can be pickled and keeps its
+attributes.
 """
 
 from __future__ import annotations
@@ -124,15 +125,15 @@ class InvalidWeights(UsageError):
     """The weights of an update cannot be loaded.
 
     They do not match the loaded model (unknown or missing tensors, wrong shapes or dtypes), a value
-    is NaN, infinite or too large for the engine's dtype, or there is not enough room. Every worker
-    that accepts calls keeps its old weights.
+    is NaN, infinite or too large for the engine's dtype, or there is not enough memory. Every
+    worker that accepts calls keeps its old weights.
     """
 
 
 class InvalidAdapter(InvalidWeights):
     """A LoRA adapter cannot be loaded: its configuration or a tensor does not fit the engine.
 
-    No worker has the adapter. When the adapter was to be replaced, every worker keeps its version.
+    No worker has the new adapter. If it was to replace an adapter, every worker keeps the old one.
     """
 
 
@@ -151,15 +152,15 @@ class SettingsMismatch(WeightUpdateError):
 class UpdateInProgress(WeightUpdateError):
     """Another weight update, or a copy of the weights to a new worker, is running.
 
-    It did not end within the caller's timeout, or the caller asked not to wait. The caller's update
-    did not start.
+    The other operation did not end within the caller's timeout, or the caller asked not to wait.
+    The caller's update did not start.
     """
 
 
 class Overloaded(SglrlError):
     """The driver's bounded queue is full, or a stream has too many unread items.
 
-    A call that finds the queue full is not sent. Submit it again when other calls have ended.
+    A call is not sent while the queue is full. Submit it again when other calls have ended.
     """
 
 
@@ -168,7 +169,7 @@ class DeadlineExceeded(SglrlError, TimeoutError):
 
 
 class RemoteError(SglrlError):
-    """An endpoint raised.
+    """An endpoint raised an exception in the actor's process.
 
     Attributes:
         kind: the remote exception's class name.
@@ -200,8 +201,8 @@ class ToolError(SglrlError):
     """A tool that the model called gave no result. ``__cause__`` is the tool's own exception.
 
     Attributes:
-        tool: name of the tool in the call.
-        call_id: id of the call.
+        tool: the name of the tool that the model called.
+        call_id: the id of the tool call.
     """
 
     tool: str
@@ -216,8 +217,8 @@ class ToolError(SglrlError):
 class EngineError(SglrlError):
     """The engine aborted a well-formed request.
 
-    The reason is the engine's own queue limit, a fault, or a model whose logits are NaN or
-    infinite.
+    The reason is the engine's own queue limit, a fault in the engine, or a model whose logits are
+    NaN or infinite.
     """
 
 
@@ -247,7 +248,7 @@ class WorkerStartError(WorkerError):
 
     Attributes:
         output: the last lines that the worker wrote to stdout and stderr.
-        log: path of the file with all of its output, or "".
+        log: the path of the file with the whole output of the worker, or "".
     """
 
     output: str
@@ -269,8 +270,8 @@ class WorkerLost(WorkerError):
     """A worker was lost while it held the call, and no other worker could continue the call.
 
     Attributes:
-        state_lost: the call was made through ``ActorHandle.lease`` or ``handle[i]``, and the
-            process with the object's state is gone.
+        state_lost: whether the call was made through ``ActorHandle.lease`` or ``handle[i]``, so
+            that the state of the actor is lost with the process.
     """
 
     state_lost: bool
@@ -288,7 +289,7 @@ class WeightsLost(WorkerError):
 
 
 class ProtocolError(SglrlError):
-    """A peer sent frames that are not part of the protocol, or of another version of it."""
+    """A peer sent frames that are not part of this version of the protocol."""
 
 
 class Closed(SglrlError):

@@ -1,7 +1,7 @@
 """The LoRA adapters of a pool: load, replace and unload them on all workers.
 
-A load or a replacement has two phases. All workers first receive and prepare the adapter. Only then
-all workers make it live. If a worker cannot prepare it, all of them give it up.
+A load or a replacement has two phases. First all workers receive and prepare the adapter. Only then
+do all workers make it live. If one worker cannot prepare it, all workers discard it.
 
 The driver keeps every adapter. A worker that starts later receives all adapters before its first
 call.
@@ -52,7 +52,7 @@ from .operations import operation
 logger = logging.getLogger("sglrl.weights")
 
 _COMMIT_SECONDS: Final = 1.0
-"""Least seconds that a worker has for a commit."""
+"""Minimum time in seconds that a worker has for a commit."""
 _LONGEST_NAME: Final = 256
 _INFLIGHT: Final = ("continue", "retract", "abort")
 
@@ -71,15 +71,15 @@ class LoraMethods(ClientBase):
 
     @property
     def policy_versions(self) -> dict[str, int]:
-        """The current version of the model, with the name "", and of each adapter by its name.
+        """The current version of each adapter by its name, and of the model by the name "".
 
-        A client in another process has the versions of the pool's latest message.
+        A client in another process knows the versions from the pool's latest message.
         """
         return {MODEL: self.pool.weights.version, **self._control.adapters.versions}
 
     @operation(urgent=True)
     async def list_loras(self) -> list[LoraInfo]:
-        """Return the loaded adapters. Unlike ``loras``, it works in every process."""
+        """Return the loaded adapters. Unlike ``loras``, this works in every process."""
         return [*self._control.adapters.loaded.values()]
 
     @operation
@@ -93,23 +93,23 @@ class LoraMethods(ClientBase):
     ) -> LoraInfo:
         """Load a LoRA adapter on all workers, for ``generate(..., lora=name)``.
 
-        Workers that start later load it before they serve. ``update_weights(..., lora=name)``
-        replaces it. Requests of different adapters, and of none, run in the same batch. Adapters
-        and their versions do not share KV cache.
+        Workers that start later load the adapter before they serve. ``update_weights(...,
+        lora=name)`` replaces the adapter. Requests with different adapters, and requests without
+        one, run in the same batch. Each version of an adapter has a KV cache of its own.
 
         The engine must be launched with ``enable_lora=True``, ``max_lora_rank=`` and
-        ``lora_target_modules=``, or with ``lora_paths=``. A client of ``sglrl.connect`` loads
-        folders, which the process that launched the pool must be able to read.
+        ``lora_target_modules=``, or with ``lora_paths=``. A client of ``sglrl.connect`` can load
+        only folders that the process that launched the pool can read.
 
         Args:
-            name: text of 1 to 256 characters.
+            name: the adapter's name, a text of 1 to 256 characters.
             adapter: a folder that PEFT saved (``adapter_config.json``,
                 ``adapter_model.safetensors``), a ``PeftModel``, or the adapter's tensors by PEFT's
                 names: a mapping, a TensorDict or an iterable of (name, tensor).
             config: PEFT's ``LoraConfig``, or a mapping of its fields. ``r`` and ``lora_alpha`` are
-                required. The engine takes the modules from the names of the tensors, and fields
-                that select modules must select all of them. None: the one of the folder or of the
-                ``PeftModel``.
+                required. The names of the tensors tell the engine which modules have the adapter.
+                Fields of ``config`` that select modules must select all of these modules. None: use
+                the configuration in the folder or in the ``PeftModel``.
             timeout: seconds from this call until all workers must have prepared the adapter.
 
         Raises:
@@ -118,8 +118,8 @@ class LoraMethods(ClientBase):
                 ``PeftModel``. No worker has the adapter.
             InvalidWeights: a value is not finite.
             UsageError: the name is in use, the engine takes no adapters, or ``max_loaded_loras``
-                are loaded.
-            DeadlineExceeded, UpdateInProgress: it took too long. No worker has the adapter.
+                adapters are already loaded.
+            DeadlineExceeded, UpdateInProgress: the load took too long. No worker has the adapter.
             WorkerLost: no worker is left.
         """
         return await self._control.part(PoolAdapters).load(name, adapter, config, timeout)
@@ -128,15 +128,15 @@ class LoraMethods(ClientBase):
     async def unload_lora(self, name: str, *, timeout: float = 60.0) -> None:
         """Unload an adapter on all workers.
 
-        New calls with this adapter raise ``UnknownAdapter`` at once. Its running calls end with
-        ``UnknownAdapter``.
+        New calls with this adapter raise ``UnknownAdapter`` at once. Running calls with the adapter
+        end with ``UnknownAdapter``.
 
         Args:
-            timeout: seconds from this call until the workers must have unloaded it. A worker that
-                is late is killed, and replaced by a worker without the adapter.
+            timeout: seconds from this call until the workers must have unloaded the adapter. A
+                worker that is late is killed, and replaced by a worker without the adapter.
 
         Raises:
-            UnknownAdapter: no such adapter is loaded.
+            UnknownAdapter: no adapter of this name is loaded.
             UpdateInProgress: another load was still running after ``timeout`` seconds.
         """
         await self._control.part(PoolAdapters).unload(name, timeout)
@@ -162,7 +162,7 @@ _SPECS: Final[dict[str, EndpointSpec]] = endpoints_of(LoraEndpoints)
 
 
 class _Order(NamedTuple):
-    """A call that all workers get: the endpoint, its encoded arguments, and its raw frames."""
+    """A call that all workers receive: the endpoint, its encoded arguments and its raw frames."""
 
     name: str
     args: Raw
@@ -181,7 +181,8 @@ class PoolAdapters(DriverListener):
     """The adapters of this process's pool.
 
     Args:
-        initial: adapters to load at the start: folders by name.
+        pool: the pool of workers that load the adapters.
+        initial: the folders of the adapters to load at the start, by the adapters' names.
     """
 
     def __init__(self, pool: Pool, initial: Mapping[str, Any] | None = None) -> None:
@@ -220,7 +221,7 @@ class PoolAdapters(DriverListener):
     def route_version(self, name: str, version: int) -> int:
         return hash((version, self._loaded[name].serial)) if name in self._loaded else version
 
-    # --- calls of the client ----------------------------------------------------------------------
+    # --- calls from the client --------------------------------------------------------------------
 
     async def load(self, name: Any, adapter: Any, config: Any, timeout: float) -> LoraInfo:
         self._check_name(name)
@@ -277,11 +278,11 @@ class PoolAdapters(DriverListener):
     async def _bring(
         self, name: str, adapter: Any, config: Any, old: _Loaded | None, request: UpdateRequest
     ) -> UpdateReport:
-        """Bring an adapter to all workers, and make it live. The caller holds the lock.
+        """Send an adapter to all workers, and make it live. The caller holds the lock.
 
         Raises:
-            InvalidAdapter: it does not fit. No worker has it.
-            DeadlineExceeded: a worker did not prepare it in time. No worker has it.
+            InvalidAdapter: the adapter does not fit the engine. No worker has it.
+            DeadlineExceeded: a worker did not prepare the adapter in time. No worker has it.
             WorkerLost: no worker is left.
         """
         from ..weights.adapter_source import load_payload, read_adapter
@@ -314,8 +315,8 @@ class PoolAdapters(DriverListener):
             self._give_up()
             raise
         commit_at = time.perf_counter()
-        # No await up to the submission of the commits, so a worker that starts to serve receives
-        # either this version with the others, or a commit.
+        # There is no await between here and the submission of the commits. A worker that starts to
+        # serve therefore receives either this version with the other adapters, or the commit.
         info = LoraInfo(
             name=name,
             version=version,
@@ -356,7 +357,7 @@ class PoolAdapters(DriverListener):
         try:
             return await self._pool.weights.describe(deadline.left)
         except EngineError:
-            # For example a quantized model. The workers check the shapes too.
+            # The engine cannot describe a quantized model. The workers check the shapes too.
             return None
 
     async def _prepare_everywhere(self, calls: list[_Order], deadline: Deadline) -> None:
@@ -372,7 +373,7 @@ class PoolAdapters(DriverListener):
             raise WorkerLost("no worker is left that could load the adapter")
 
     def _give_up(self) -> None:
-        """Let all workers forget the adapter that was not committed."""
+        """Make all workers discard the adapter that was not committed."""
         for worker in self._driver.ready:
             self._tell([self._keep()], worker)
 
@@ -380,7 +381,7 @@ class PoolAdapters(DriverListener):
         keep = LoraKeep([one.serial for one in self._loaded.values()])
         return _Order("lora_keep", Raw(encode(keep)))
 
-    # --- calls of workers -------------------------------------------------------------------------
+    # --- calls to workers -------------------------------------------------------------------------
 
     def _call(self, order: _Order, worker: int, seconds: float | None) -> Call:
         future = self._driver.loop.create_future()
@@ -396,7 +397,7 @@ class PoolAdapters(DriverListener):
         """Call an endpoint of all workers that serve. Kill a worker that fails or is late.
 
         Returns:
-            The answers by worker.
+            The answers by worker index.
         """
         left = max(_COMMIT_SECONDS, deadline.left)
         calls = [self._call(order, worker, left) for worker in self._driver.ready]
@@ -427,7 +428,8 @@ class PoolAdapters(DriverListener):
 
     def before_serving(self, worker: int) -> None:
         if self.versions:
-            # A worker that was away may have adapters that were unloaded or replaced meanwhile.
+            # A worker whose connection was lost may still have adapters that were unloaded or
+            # replaced meanwhile.
             self._tell([self._keep()], worker)
             for one in self._loaded.values():
                 self._tell(one.calls, worker)

@@ -35,7 +35,7 @@ class RemoteServer(Protocol):
 
 
 class AdapterNames(Protocol):
-    """The adapters that calls may name. ``PoolAdapters`` and ``RemoteAdapters`` have them."""
+    """The adapters that calls may name. ``PoolAdapters`` and ``RemoteAdapters`` implement this."""
 
     @property
     def loaded(self) -> Mapping[str, LoraInfo]:
@@ -55,20 +55,20 @@ class AdapterNames(Protocol):
         """Return the name of an adapter.
 
         Raises:
-            UnknownAdapter: it is not loaded.
+            UnknownAdapter: no adapter of this name is loaded.
         """
         ...
 
     def route_version(self, name: str, version: int) -> int:
-        """Return a number that differs for two calls if their KV cache differs."""
+        """Return a number for routing. Two calls with different KV cache have different numbers."""
         ...
 
 
 class Control(Protocol):
-    """How a client controls its pool.
+    """The interface through which a client controls its pool.
 
-    ``PoolControl`` does so in the process that launched the pool. ``remote.client.RemoteControl``
-    asks that process.
+    ``PoolControl`` implements it in the process that launched the pool. In other processes,
+    ``remote.client.RemoteControl`` sends the requests to that process.
     """
 
     @property
@@ -83,11 +83,15 @@ class Control(Protocol):
     def sender(self) -> WeightSender: ...
 
     async def start(self) -> None:
-        """Begin to follow the pool, which has started."""
+        """Begin to follow the state of the pool. The pool has already started."""
         ...
 
     def part(self, kind: type[_P]) -> _P:
-        """Return the part of this class. Only operations ask, because they run where it is."""
+        """Return the part of the control with this class.
+
+        Only operations call this. They run in the process that launched the pool, which has the
+        parts.
+        """
         ...
 
     async def run(
@@ -98,11 +102,11 @@ class Control(Protocol):
 
 
 class ClientBase:
-    """A pool, and its driver once the client has started."""
+    """The state of a client: its pool, and the pool's driver once the client has started."""
 
     def __init__(self, pool: PoolPort, control: Control, timeout: float | None) -> None:
         self.pool = pool
-        """The pool. Other parts of sglrl use it, and users need not."""
+        """The pool. Other parts of sglrl use it. Users do not need it."""
         self._control = control
         self.timeout = timeout
         """Seconds that a call may take, unless the caller passes a ``timeout``; None: no limit."""
@@ -129,7 +133,7 @@ class ClientBase:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the client is open and a worker serves or will serve."""
+        """Whether the client is open and at least one worker serves calls or will serve them."""
         return self.is_open and any(w.state != "retired" for w in self.pool.workers)
 
     def check_open(self) -> None:

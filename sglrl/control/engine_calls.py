@@ -1,4 +1,4 @@
-"""Call endpoints of the engines themselves: on all workers, or on one."""
+"""Call the control endpoints of the engines, on all workers or on one worker."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ async def ask_all(
         worker: call only this worker. None: all workers that serve.
 
     Returns:
-        The answers by worker index, in worker order. With ``worker=None``, a worker that is lost
-        meanwhile has no answer.
+        The answers by worker index, in worker order. With ``worker=None``, workers that are lost
+        during the call are left out.
     """
     workers = driver.ready if worker is None else [worker]
     calls, futures = [], []
@@ -83,7 +83,7 @@ def urgent_call(
     timeout: float | None,
     frames: Sequence[memoryview] = (),
 ) -> Call:
-    """Make an urgent call to one worker. It may concern the calls that the worker holds.
+    """Make a call that is sent to one worker at once, even if the worker holds many calls.
 
     Args:
         body: the encoded arguments.

@@ -1,4 +1,4 @@
-"""Look into the engines of a pool: statistics, arguments, caches, profiles, weights."""
+"""Inspect the engines of a pool: statistics, arguments, prefix caches, profiles and weights."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _ENDPOINTS: Final = endpoints_of(EngineEndpoints)
 
 
 class EngineMethods(ClientBase):
-    """The methods of ``Client`` that look into the engines."""
+    """The methods of ``Client`` that inspect the engines."""
 
     @operation(urgent=True)
     async def stats(self) -> list[WorkerStats]:
@@ -110,10 +110,10 @@ class EngineMethods(ClientBase):
 
     @operation(urgent=True)
     async def server_info(self) -> list[dict[str, Any]]:
-        """Return what every live engine was started with, in worker order.
+        """Return the arguments and limits of every live engine, in worker order.
 
         Each dict has the fields of SGLang's ``ServerArgs`` with their final values, the limits
-        that SGLang computed, and ``version``, that of SGLang.
+        that SGLang computed, and ``version``, the version of SGLang.
         """
         return [*(await self._ask_all("server_info")).values()]
 
@@ -130,15 +130,16 @@ class EngineMethods(ClientBase):
         """Start torch's profiler in every worker. It slows the engines down until ``stop_profile``.
 
         Args:
-            folder: for the traces, on the host of each worker.
-            activities: of "CPU", "GPU" (not recorded where there is none) and "MEM".
-            with_stack: record the place in the code of each operation.
-            record_shapes: record the shapes of the inputs of each operation.
-            timeout: seconds that a worker may take.
+            folder: the folder for the traces, on the host of each worker.
+            activities: what to record: any of "CPU", "GPU" and "MEM". "GPU" has no effect on a
+                worker without a GPU.
+            with_stack: record for each operation the place in the code.
+            record_shapes: record for each operation the shapes of its inputs.
+            timeout: seconds that a worker may take to start the profiler.
 
         Raises:
             UsageError: an argument is wrong, or the engine has no profiler.
-            InvalidRequest: the profiler is running, or a worker cannot write to the folder.
+            InvalidRequest: the profiler already runs, or a worker cannot write to the folder.
         """
         path = path_of("folder", folder)
         if not path:
@@ -157,8 +158,8 @@ class EngineMethods(ClientBase):
             timeout: seconds that a worker may take. Traces of many steps are large.
 
         Returns:
-            The paths of the traces on the hosts of the workers, which Perfetto and
-            ``chrome://tracing`` show. Their names have the pids of the workers.
+            The paths of the traces on the hosts of the workers. Each file name contains the pid of
+            its worker. Perfetto and ``chrome://tracing`` show the traces.
 
         Raises:
             InvalidRequest: the profiler is not running.
@@ -169,19 +170,20 @@ class EngineMethods(ClientBase):
     async def get_weights(
         self, names: Sequence[str], *, worker: int | None = None, timeout: float = 60.0
     ) -> dict[str, Any]:
-        """Return copies of live weights, to look at them.
+        """Return copies of live weights, for inspection.
 
         Args:
-            names: Hugging Face names, as in ``model_metadata``.
-            worker: the worker whose weights are returned; None: the first one that serves.
+            names: the tensors' Hugging Face names, as in ``model_metadata``.
+            worker: the id of the worker whose weights are returned. None: the worker with the
+                lowest id among those that serve.
             timeout: seconds that the answer may take.
 
         Returns:
-            CPU tensors (``torch.Tensor``) by name, with the engine's dtype. The weights of all
-            names are of one version.
+            CPU tensors (``torch.Tensor``) by name, with the engine's dtype. All tensors have the
+            same weights version.
 
         Raises:
-            InvalidWeights: the model has no tensor of a name.
+            InvalidWeights: the model has no tensor with one of the names.
             InvalidRequest: a tensor is spread over several GPUs (tp_size > 1).
             MessageTooLarge: the tensors together are larger than ``max_message_bytes``.
         """

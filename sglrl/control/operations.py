@@ -35,8 +35,9 @@ class Operation:
 
     Attributes:
         function: the method as it was declared.
-        name: of the method. It begins with an underscore if users do not call the operation.
-        http: the gateway has an endpoint for it.
+        name: the name of the method. It begins with an underscore if users do not call the
+            operation.
+        http: whether the gateway has an endpoint for the operation.
     """
 
     idempotent: Final = False
@@ -51,7 +52,8 @@ class Operation:
         self.signature = signature.replace(parameters=list(signature.parameters.values())[1:])
         self.limited = "timeout" in signature.parameters
 
-    # The annotations can be resolved only after the module of the method was imported.
+    # Annotations can be resolved only after the whole module of the method was imported. The
+    # properties below are therefore computed at their first use.
 
     @functools.cached_property
     def _hints(self) -> dict[str, Any]:
@@ -68,7 +70,7 @@ class Operation:
 
     @functools.cached_property
     def _sent_as_text(self) -> dict[str, Any]:
-        """Paths, and choices: the method itself says which choices there are."""
+        """The arguments that are sent as text: paths and choices. The method checks the choices."""
         choices = [n for n, hint in self._hints.items() if typing.get_origin(hint) is Literal]
         return dict.fromkeys([*self._paths, *choices], str)
 
@@ -107,7 +109,8 @@ class Operation:
         """Return how many seconds a caller in another process waits for the answer.
 
         Args:
-            default: the timeout of the client, for operations without an own timeout.
+            arguments: the arguments of the call by name.
+            default: the timeout of the client, for operations without a ``timeout`` argument.
 
         Raises:
             UsageError: the timeout is not a number of seconds.
@@ -123,7 +126,7 @@ class Operation:
 
     @functools.cached_property
     def fields(self) -> type[msgspec.Struct]:
-        """A struct with a field for each argument, for arguments that come by name as JSON."""
+        """A struct with a field for each argument. It checks arguments that arrive as JSON."""
         fields: list[Any] = []
         for name, parameter in self.signature.parameters.items():
             hint = self._sent_as_text.get(name, self._hints.get(name, Any))
@@ -146,8 +149,10 @@ def operation(function: Any = None, /, *, urgent: bool = False, http: bool = Tru
     """Declare a method of ``Client`` that runs in the process that launched the pool.
 
     Args:
-        urgent: it is allowed while the client waits for its last calls (``close(drain=True)``).
-        http: the gateway has an endpoint for it.
+        function: the method, if ``operation`` is used as a decorator without arguments.
+        urgent: whether the operation is allowed while the client waits for its last calls
+            (``close(drain=True)``).
+        http: whether the gateway has an endpoint for the operation.
     """
 
     def declare(function: Any) -> Any:

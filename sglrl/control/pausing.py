@@ -48,9 +48,9 @@ class PauseMethods(ClientBase):
     ) -> None:
         """Stop all engines between two steps.
 
-        New calls are accepted and wait. Deadlines keep running. Weights may be updated; an update
-        with inflight="drain" waits for ``resume``, because no call finishes before. A worker that
-        starts later is paused too. Pausing twice is harmless. The engines stay paused until
+        New calls are accepted and wait. Deadlines keep running. Weights may be updated. An update
+        with inflight="drain" waits for ``resume``, because calls finish only after it. A worker
+        that starts later is paused too. Pausing twice is harmless. The engines stay paused until
         ``resume``, even if the client was in another process that has exited.
 
         Args:
@@ -59,14 +59,15 @@ class PauseMethods(ClientBase):
                 "retract": they free their KV cache, and it is recomputed after ``resume``.
                 "abort": they return their tokens so far, with finish_reason "abort". Other calls
                 are recomputed after ``resume``.
-                "drain": the engines finish them first, and all other calls that they have received.
-                Calls of a worker that is lost meanwhile continue after ``resume``. In an engine
-                that is paused, nothing finishes: it stays paused as it is.
-            timeout: seconds that an engine may take, with "drain" until its calls have finished.
+                "drain": the engines first finish all calls that they have received, of every kind.
+                Calls of a worker that is lost meanwhile continue after ``resume``. An engine that
+                is already paused stays paused and finishes no calls.
+            timeout: seconds that an engine may take to pause. With "drain", this includes the time
+                to finish its calls.
 
         Raises:
             DeadlineExceeded: an engine was not paused in time. Call ``resume``, or pause again.
-                After "drain", engines go on to finish their calls, and pause then.
+                With "drain", the engine still finishes its calls and then pauses.
         """
         await self._control.part(PoolPausing).pause(mode, timeout)
 
@@ -75,7 +76,7 @@ class PauseMethods(ClientBase):
         """Resume the engines after ``pause``. Do nothing if they are not paused.
 
         Args:
-            timeout: seconds that an engine may take to confirm.
+            timeout: seconds that an engine may take to confirm that it runs.
 
         Raises:
             DeadlineExceeded: an engine did not confirm within ``timeout`` seconds.
@@ -86,8 +87,8 @@ class PauseMethods(ClientBase):
     async def abort(self, *, worker: int | None = None, timeout: float | None = 60.0) -> int:
         """Abort all pending ``generate`` calls and streams, including the waiting ones.
 
-        Each returns its tokens so far, with finish_reason "abort". A session continues its turn
-        afterwards. To cancel a single call, cancel its task.
+        Each call returns its tokens so far, with finish_reason "abort". A session continues its
+        turn afterwards. To cancel a single call, cancel its task.
 
         Args:
             worker: abort only the calls that this worker holds or that are pinned to it.
@@ -105,7 +106,10 @@ class PauseMethods(ClientBase):
 
 
 class PoolPausing(DriverListener):
-    """Pauses the engines of this process's pool, and of each worker that starts meanwhile."""
+    """Pauses the engines of this process's pool.
+
+    A worker that starts to serve while the pool is paused is paused too.
+    """
 
     def __init__(self, pool: PoolPort) -> None:
         self._pool = pool

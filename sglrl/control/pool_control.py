@@ -16,10 +16,11 @@ _P = TypeVar("_P")
 
 
 class PoolControl:
-    """The parts that operations use: each keeps a state of the whole pool.
+    """The parts of a pool that operations use, such as its adapters and its pause state.
 
     Args:
-        adapters: adapters to load at the start, folders by name.
+        pool: the pool that is controlled.
+        adapters: the folders of the adapters to load at the start, by the adapters' names.
     """
 
     is_local: Final = True

@@ -24,10 +24,10 @@ _MODES: Final = ("retract", "drain", "abort")
 
 
 class SleepEndpoints(Protocol):
-    """The endpoint of an engine worker.
+    """The endpoint of an engine worker that gives memory back and takes it again.
 
-    It is not idempotent, so a call is not retried on a replacement worker, which starts only when
-    all engines are awake.
+    The endpoint is not idempotent, so a call is not retried on a replacement worker. A replacement
+    starts only when all engines are awake.
     """
 
     @endpoint
@@ -35,11 +35,11 @@ class SleepEndpoints(Protocol):
         """Give memory back, or take it again.
 
         Args:
-            asleep: what has no memory from now on, of ``SLEEP_TAGS``. The engine makes steps if
-                this is empty.
-            inflight: what happens to running requests, if the engine has not slept before.
-            keep_weights: keep the weights in the memory of the host while they are asleep.
-                Otherwise the engine makes steps after the next update.
+            asleep: the parts of ``SLEEP_TAGS`` that have no memory from now on. If it is empty, the
+                engine makes steps.
+            inflight: the treatment of running requests, if the engine was awake before.
+            keep_weights: keep the weights in the memory of the host while they are asleep. With
+                False, the engine makes steps again only after the next update.
         """
         ...
 
@@ -79,7 +79,7 @@ class SleepMethods(ClientBase):
             timeout: seconds from this call until all engines must sleep.
 
         Raises:
-            UsageError: the engines cannot give this back.
+            UsageError: the engines cannot give the memory of a tag back.
             DeadlineExceeded: an engine does not sleep yet. Call ``wake``, or ``sleep`` again.
             UpdateInProgress: an update or copy of the weights was still running. This call has
                 changed nothing.
@@ -94,7 +94,7 @@ class SleepMethods(ClientBase):
     async def wake(
         self, tags: Collection[str] | None = None, *, timeout: float | None = 60.0
     ) -> None:
-        """Let all engines take their memory again, and continue. See ``sleep``.
+        """Let all engines take the memory again that ``sleep`` gave back, and continue.
 
         To update weights before the KV cache has memory again, wake the weights first::
 
@@ -103,11 +103,11 @@ class SleepMethods(ClientBase):
             await client.wake(["kv_cache"])
 
         Args:
-            tags: what to take again. None: everything.
+            tags: "kv_cache", "weights", or both: the memory to take again. None: both.
             timeout: seconds from this call until all engines must be awake.
 
         Raises:
-            EngineError: a GPU has too little free memory. Its engine stays asleep, and this may be
+            EngineError: a GPU has too little free memory. Its engine stays asleep. ``wake`` may be
                 called again.
             DeadlineExceeded: an engine is not awake yet.
         """
@@ -115,7 +115,7 @@ class SleepMethods(ClientBase):
 
 
 class SleepingPool(Protocol):
-    """What ``PoolSleeping`` needs of ``driver.pool.Pool``."""
+    """The part of ``driver.pool.Pool`` that ``PoolSleeping`` uses."""
 
     @property
     def driver(self) -> Driver: ...
@@ -132,22 +132,23 @@ class SleepingPool(Protocol):
 class PoolSleeping(DriverListener):
     """Lets the engines of this process's pool sleep.
 
-    While they do, no worker is replaced: a new worker needs memory that the engines have given
-    away.
+    While the engines sleep, no worker is replaced, because a new worker needs memory that the
+    engines have given away.
     """
 
     def __init__(self, pool: SleepingPool) -> None:
         self._pool = pool
         self._turn = asyncio.Lock()
-        """Held by each ``sleep`` and ``wake``."""
+        """Each ``sleep`` and ``wake`` holds this lock, so that only one of them runs."""
         self._target: set[str] = set()
-        """What engines shall have given back: the state that was sent last."""
+        """The tags that the last message told the engines to keep asleep."""
         self._asleep: set[str] = set()
-        """What an engine may have given back. Larger than ``_target`` if a ``wake`` has failed."""
+        """The tags that may be asleep in some engine. After a failed ``wake``, these are more tags
+        than ``_target``."""
         self._idle = False
         """Whether all engines have confirmed that they sleep, so that no request runs."""
         self._kept = True
-        """Whether weights that are asleep are kept."""
+        """Whether weights that are asleep are kept in the memory of the hosts."""
         self._has_slept = False
 
     def start(self) -> None:
@@ -155,7 +156,7 @@ class PoolSleeping(DriverListener):
         self._pool.weights.on_version.add(self._hold)
 
     def _hold(self) -> None:
-        """Record why calls wait: the engines sleep, or wait for weights that they gave away."""
+        """Record why calls wait: the engines sleep, or they wait for weights they gave away."""
         driver, weights = self._pool.driver, self._pool.weights
         asleep = f"the engines sleep ({', '.join(sorted(self._asleep))}); await client.wake()"
         driver.hold("sleep", asleep if self._asleep else None)
@@ -173,13 +174,13 @@ class PoolSleeping(DriverListener):
             raise UsageError(f"inflight must be one of {_MODES}, got {inflight!r}")
         deadline = Deadline(check_timeout(timeout))
         if not keep_weights and "weights" in wanted:
-            # Weights that cannot be updated would never return.
+            # An engine whose weights cannot be updated would never have weights again.
             await self._pool.weights.describe(deadline.left)
         async with self._in_turn(deadline):
             self._pool.hold_replacements(True)
             try:
                 await self._until_all_serve(deadline)
-                # An update uses memory that every sleep frees.
+                # Every sleep frees memory that a running update would use.
                 async with self._pool.weights.at_rest(deadline):
                     if "weights" in wanted - self._asleep:
                         self._kept = keep_weights
@@ -224,7 +225,7 @@ class PoolSleeping(DriverListener):
             self._turn.release()
 
     def before_serving(self, worker: int) -> None:
-        # This wakes a worker, too: it may have been away when the others woke up.
+        # The worker may have been disconnected when the others fell asleep or woke up.
         if self._has_slept:
             tell(self._pool.driver, _SLEEP, self._state("retract"), worker)
 
@@ -232,7 +233,7 @@ class PoolSleeping(DriverListener):
         """Return the tags as a set.
 
         Raises:
-            UsageError: the engines cannot give this back.
+            UsageError: a tag is unknown, or the engines cannot give its memory back.
         """
         wanted = set(tag_list(tags))
         if unknown := sorted(map(str, wanted - set(SLEEP_TAGS))):
@@ -256,7 +257,10 @@ class PoolSleeping(DriverListener):
         await ask_all(self._pool.driver, _SLEEP, self._state(inflight), timeout=limit)
 
     async def _until_all_serve(self, deadline: Deadline) -> None:
-        """Wait until no worker is in another state: it would keep memory, or take some."""
+        """Wait until no worker starts, receives weights, waits for weights or drains.
+
+        A worker in one of these states would keep memory, or take more of it.
+        """
         driver = self._pool.driver
         try:
             async with deadline.limit():
@@ -279,7 +283,7 @@ class PoolSleeping(DriverListener):
 
 
 def tag_list(tags: Iterable[str]) -> list[str]:
-    """Return the tags as a list. Raise ``UsageError`` for a text."""
+    """Return the tags as a list. Raise ``UsageError`` if they are a single text."""
     if isinstance(tags, str):
         raise UsageError(f'tags must be a sequence such as ("kv_cache",), got {tags!r}')
     return list(tags)

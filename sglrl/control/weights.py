@@ -21,7 +21,7 @@ class WeightMethods(ClientBase):
 
     @property
     def weight_version(self) -> int:
-        """Policy version of the workers' weights: 0 after loading, then that of the last update."""
+        """The workers' policy version: 0 after loading, then the version of the last update."""
         return self.pool.weights.version
 
     @property
@@ -44,17 +44,17 @@ class WeightMethods(ClientBase):
 
         When this returns, every worker has all new weights. When it raises, every worker that
         serves keeps its old weights. ``Completion.versions`` separates tokens sampled before the
-        update from tokens sampled after it. Versions do not share KV cache.
+        update from tokens sampled after it. Two versions never share KV cache.
 
         Args:
             weights: a ``torch.nn.Module``, a mapping or TensorDict, or an iterable of (name,
-                tensor). The names are Hugging Face names: those of the model's checkpoint, or of
-                its module where transformers merges all experts of a layer into one tensor. The
-                tensors may be on any device and in any float dtype. The sender, this process, casts
+                tensor). The names are Hugging Face names: the names in the model's checkpoint, or
+                in its module where transformers merges all experts of a layer into one tensor. The
+                tensors may be on any device and in any float dtype. This process, the sender, casts
                 them to the engine's dtype and gathers DTensors. They must not change until this
                 returns.
-            device: the GPU (or "cpu") that sends. None: the device of the tensors, else the current
-                device.
+            device: the GPU (or "cpu") that sends. None: the GPU of the tensors, or the current GPU
+                if no tensor is on one. With workers on CPU, None is "cpu".
             host: an address of this process that the workers can reach. None: "127.0.0.1", or with
                 ``launch(hosts=...)`` the address of this machine that the hosts connect to.
             lora: replace this adapter instead of the model's weights. ``weights`` is then an
@@ -63,45 +63,45 @@ class WeightMethods(ClientBase):
                 ``inflight`` is "continue", "retract" or "abort", which aborts only the requests of
                 this adapter. ``mode``, ``partial``, ``same_version``, ``bucket_bytes``,
                 ``drain_timeout``, ``device`` and ``host`` must have their defaults.
-            config: the configuration of the adapter, as for ``load_lora``. None: the rank and the
-                scaling stay.
+            config: the configuration of the adapter, as for ``load_lora``. None: keep the rank and
+                the scaling of the adapter.
 
         Keyword Args:
             version: a number larger than ``weight_version``. None: ``weight_version`` plus one.
             inflight: the treatment of running requests when the new weights become live.
-                "continue", the default: requests continue on their present KV cache.
+                "continue", the default: requests continue with their present KV cache.
                 "retract": requests continue, and their KV cache is recomputed with the new weights.
                 "abort": ``generate`` calls return their tokens so far, with finish_reason "abort".
                 Other calls are recomputed with the new weights, as with "retract".
                 "drain": the update waits until running requests have finished. New requests wait
-                meanwhile, until the update has finished.
-            mode: "full": workers stage the new weights beside the live weights. This takes the same
-                amount of GPU memory again, which is kept for the next update while 4 GiB are free.
-                "bucketed": workers pause the engine and receive the weights piece by piece into the
-                live weights. A worker that does not receive all of them is killed.
-                "auto", the default: "full" if there is room, else "bucketed".
+                until the update has finished.
+            mode: "full": workers stage the new weights beside the live weights. This needs GPU
+                memory for the weights twice. The memory is kept for the next update while 4 GiB are
+                free. "bucketed": workers pause the engine and receive the weights piece by piece
+                into the live weights. A worker that does not receive all pieces is killed. "auto",
+                the default: "full" if there is enough memory, else "bucketed".
             partial: allow missing tensors. They keep their values. False by default.
-            same_version: this is a further part of the last update, so the version stays: an update
-                in five parts is one version, for ``max_staleness`` too, if its last four parts have
-                ``same_version=True``. Needs ``partial=True``. Parts do not share KV cache. A worker
-                that missed a part is not current: it gets the weights of another worker.
+            same_version: this call sends a further part of the last update, so the version stays
+                the same. An update in five parts is one version, for ``max_staleness`` too, if its
+                last four parts have ``same_version=True``. Needs ``partial=True``. Two parts never
+                share KV cache. A worker that missed a part gets the weights of another worker.
             bucket_bytes: bytes per bucket in which tensors are sent. The sender holds two buckets.
                 None: 256 MB to 1 GB, depending on the size of the model.
             timeout: seconds (60) from this call until the update must have begun. Until then
                 another update, or the copy of the weights to a new worker, may be running. After
                 that, each worker has ``timeout`` seconds for each phase, then the update fails. The
                 commit has at least one second, and a worker that is late in the commit is killed.
-            drain_timeout: seconds (600) that "drain" may take, then the update fails.
+            drain_timeout: seconds (600) that "drain" may take. After that, the update fails.
             wait: True, the default: wait for another running update or copy. False: raise
                 ``UpdateInProgress`` at once.
             check_finite: True, the default: reject weights that contain NaN or infinite values, or
                 values that overflow the engine's dtype. False: commit the weights unchecked.
 
         Raises:
-            InvalidWeights: names, shapes or dtypes do not fit the model, there is no room, or a
-                value is not finite. Every worker keeps its weights, with one exception: in mode
-                "bucketed" a DTensor is gathered and checked after the tensors before it were
-                written.
+            InvalidWeights: names, shapes or dtypes do not fit the model, there is not enough
+                memory, or a value is not finite. Every worker keeps its weights, with one
+                exception: in mode "bucketed", a DTensor is gathered and checked only after the
+                tensors before it were written.
             UpdateInProgress: another update or copy was still running after ``timeout`` seconds.
                 This update has not begun.
             SettingsMismatch, UsageError: see ``sglrl.errors``.
@@ -166,14 +166,14 @@ class WeightMethods(ClientBase):
     ) -> float:
         """Connect this process with the workers now, so that the first update is faster.
 
-        This forms the process group of the sender and the workers.
-        ``launch(weight_device=...)`` does it at the start.
+        This forms the process group of the sender and the workers. ``launch(weight_device=...)``
+        forms the group when the pool starts.
 
         Args:
             timeout: seconds from this call until the connection must be made.
 
         Returns:
-            The milliseconds that it took.
+            The milliseconds that the connection took.
 
         Raises:
             UpdateInProgress: another update or copy was still running after ``timeout`` seconds.

@@ -10,22 +10,22 @@ from .operations import operation
 
 
 class WorkerMethods(ClientBase):
-    """The methods of ``Client`` that concern its workers.
+    """The methods of ``Client`` that add, remove and describe its workers.
 
-    A request over HTTP must not start or stop processes.
+    Methods that start or stop processes have no HTTP endpoint.
     """
 
     @property
     def workers(self) -> list[WorkerInfo]:
-        """The ``id``, ``pid``, ``state``, ``weight_version``, ``device``, load of every worker."""
+        """The id, pid, state, weights version, device and load of every worker."""
         return self.pool.workers
 
     @property
     def queue(self) -> QueueInfo:
-        """The calls of all clients that wait at the driver: ``calls``, ``bytes``, ``clients``.
+        """The number of calls that wait at the driver, their bytes and the number of clients.
 
-        A client of ``sglrl.connect`` returns the last report of the pool. The pool sends one at
-        most every 0.1 s.
+        A client of ``sglrl.connect`` returns the last report of the pool. The pool sends at most
+        one report every 0.1 s.
         """
         return self.pool.queue
 
