@@ -1,6 +1,7 @@
-"""Fields of SGLang's ``ServerArgs`` that ``launch`` passes on, or that have nothing to do.
+"""Fields of SGLang's ``ServerArgs`` that ``launch`` accepts.
 
-Names are those of 0.5.17 to 0.5.23. ``argument_table`` adds the fields that are rejected.
+``launch`` passes most of them on to SGLang. The others have no effect and do no harm. The names are
+from SGLang 0.5.17 to 0.5.23. ``rejected_arguments`` has the fields that are rejected.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _TESTS: Final = {
     "tests/gpu/test_experts.py": "ep_size enforce_disable_flashinfer_allreduce_fusion",
 }
 TESTED: Final = {name: test for test, names in _TESTS.items() for name in names.split()}
-"""By field: the test that shows its effect."""
+"""For each tested field, the test that shows its effect."""
 
 _PASSED_ON: Final = {
     "kernels of attention": """
@@ -121,7 +122,7 @@ _PASSED_ON: Final = {
     "other hardware": "mlx_enable_sampling",
 }
 PASSED_ON: Final = {name: about for about, names in _PASSED_ON.items() for name in names.split()}
-"""By field: its subject. SGLang's scheduler reads it in the worker; no test of ours covers it."""
+"""For each field without a test of its effect, its subject. SGLang's scheduler reads the field."""
 
 HARMLESS: Final = {
     "skip_server_warmup": "there is no server to warm up",
@@ -129,7 +130,7 @@ HARMLESS: Final = {
     "incremental_streaming_output": "streams always yield new tokens only",
     "batch_notify_size": "the driver wakes callers once for each message of a worker",
 }
-"""By field: why it has no effect, and none is missed."""
+"""For each field without any effect, the reason why no effect is needed."""
 
 _BELOW_ZERO: Final = {"chunked_prefill_size", "mamba_max_states_per_path"}
 _SHARES: Final = {"mem_fraction_static", "swa_full_tokens_ratio"}
@@ -147,7 +148,7 @@ _POSITIVE: Final = {
 
 
 def wrong_range(name: str, value: object) -> str | None:
-    """Return the range of a number, if ``value`` is outside of it."""
+    """Return the allowed range of a field if ``value`` is a number outside of it, else None."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     if name in _SHARES:

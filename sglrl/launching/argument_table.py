@@ -1,4 +1,4 @@
-"""What ``launch`` does with every field of SGLang's ``ServerArgs``: one table."""
+"""The table of all fields of SGLang's ``ServerArgs``, with what ``launch`` does with each."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OWN_ARGUMENTS: Final = {
     "watchdog_timeout": "hang_timeout=",
     "skip_tokenizer_init": "nothing, the scheduler needs the tokenizer for stop strings",
 }
-"""Fields that ``launch`` sets itself, and what takes their place."""
+"""Fields that ``launch`` sets itself, with the argument of ``launch`` to use in their place."""
 
 STATES: Final[dict[State, str]] = {
     "tested": "SGLang's scheduler applies it, and the named test shows it.",
@@ -43,11 +43,13 @@ STATES: Final[dict[State, str]] = {
 
 
 class Argument(NamedTuple):
-    """What ``launch`` does with a field.
+    """The treatment of one field by ``launch``.
 
     Attributes:
-        note: tested: the test. Passed on: the subject. Harmless or rejected: the reason, and what
-            takes its place. Set by sglrl: what takes its place.
+        state: one of ``STATES``.
+        note: the reason for the state. For "tested", this is the test. For "passed on", it is the
+            subject of the field. For "set by sglrl", it is the argument to use in its place. For
+            "harmless" and "rejected", it says why the field has no use here.
     """
 
     state: State
@@ -72,8 +74,8 @@ def check_argument(name: str, value: Any, field: EngineField) -> None:
 
     Raises:
         UsageError: the field is rejected, set by sglrl or not known, or the value has a wrong type
-            or is out of range. A value that asks for nothing (the default, None, False) is fine
-            where the field is rejected.
+            or is out of range. A rejected field may have a value that asks for nothing (the
+            default, None or False).
     """
     argument = ARGUMENTS.get(name)
     if argument is None:
@@ -97,7 +99,7 @@ def listed(fields: Iterable[str] = ARGUMENTS) -> list[tuple[str, Argument]]:
     """Return the arguments by state, then by name.
 
     Args:
-        fields: the names to list. Those that are not known count as rejected.
+        fields: the names to list. Unknown names count as rejected.
     """
     unknown = Argument("rejected", "sglrl does not know it")
     order = list(STATES)

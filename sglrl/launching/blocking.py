@@ -33,9 +33,8 @@ _T = TypeVar("_T")
 class BlockingClient:
     """``Client`` without ``await``. Several threads may use it.
 
-    It has all public methods and properties of ``Client``.
-
-    ``sglrl.blocking`` makes it. Ctrl-C while a method waits cancels the call at the workers.
+    A blocking client has all public methods and properties of ``Client``. ``sglrl.blocking`` makes
+    one. Ctrl-C while a method waits cancels the call at the workers.
     """
 
     def __init__(self, client: Client) -> None:
@@ -44,9 +43,9 @@ class BlockingClient:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.thread: ClientThread | None = None
         self._lock = threading.Lock()
-        """Held to submit work to the loop, so that the loop is not stopped before it has it."""
+        """Held to submit a coroutine and to stop the loop, so that no stopped loop receives one."""
         self.runs: set[Rollout] = set()
-        """The rollouts that were entered and are not closed."""
+        """The rollouts that were entered and are not yet closed."""
 
     def __enter__(self) -> Self:
         if self.loop is not None:
@@ -59,7 +58,7 @@ class BlockingClient:
             thread.loop.close()
             raise
         self.loop, self.thread = thread.loop, thread
-        # At interpreter exit, the thread has a finalizer of its own.
+        # This finalizer does not run at interpreter exit, because the thread has its own for that.
         weakref.finalize(self, thread.end_unclosed).atexit = False
         try:
             self.wait(self.source.__aenter__())
@@ -111,7 +110,7 @@ class BlockingClient:
     def rollout(self, agent: Agent, dataset: Any, **kwargs: Any) -> BlockingRollout:
         """See ``sglrl.rollout``.
 
-        The agent is the same: a coroutine function or a class. It runs on the client's thread, or
+        The agent is a coroutine function or a class, as there. It runs on the client's thread, or
         in separate ``processes``, and continues while the caller trains.
         """
         return BlockingRollout(self, rollout(self.source, agent, dataset, **kwargs))
@@ -120,7 +119,8 @@ class BlockingClient:
         """See ``Client.update_weights``."""
         from ..weights.tensor_source import take
 
-        # The calling thread's current CUDA stream is the one to wait for, so take them here.
+        # ``take`` records the current CUDA stream of the thread that calls it. That must be the
+        # caller's thread, because the caller computes the weights there.
         return self.wait(self.source.update_weights(take(weights), **kwargs))
 
     if TYPE_CHECKING:
@@ -132,7 +132,8 @@ class BlockingClient:
 
         Raises:
             Closed: the client is not running.
-            UsageError: this is the thread of the loop, or a forked process.
+            UsageError: the calling thread is the thread of the loop, or the process was forked from
+                the process of the client.
         """
         loop, thread = self.loop, self.thread
         if loop is None or thread is None:
@@ -177,7 +178,8 @@ class BlockingClient:
 class BlockingSession:
     """``Session`` without ``await``. Only one thread at a time may use it.
 
-    ``BlockingClient.session`` makes it. It has all public methods and properties of ``Session``.
+    A blocking session has all public methods and properties of ``Session``.
+    ``BlockingClient.session`` makes one.
     """
 
     def __init__(self, client: BlockingClient, session: Session) -> None:
@@ -193,7 +195,7 @@ class BlockingSession:
 
     def close(self) -> None:
         """See ``Session.close``."""
-        # After the client is closed, there is no turn to release.
+        # When the client is closed, no turn is left to release.
         with contextlib.suppress(Closed):
             self.wait(plain(self.source.close))
 

@@ -1,4 +1,4 @@
-"""Rollouts without asyncio."""
+"""Rollouts for programs without asyncio: ``BlockingRollout`` is ``Rollout`` without ``await``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class _Client(Protocol):
-    """What a rollout needs of ``BlockingClient``."""
+    """The part of ``BlockingClient`` that a rollout uses."""
 
     loop: Any
     runs: set[Rollout]
@@ -27,7 +27,8 @@ class _Client(Protocol):
 class BlockingRollout:
     """``Rollout`` without ``await``. Iterate over its groups or over its ``batches()``.
 
-    ``BlockingClient.rollout`` makes it. ``with`` closes it also when the block exits early.
+    ``BlockingClient.rollout`` makes it. A ``with`` block closes the rollout, also when the block
+    exits early.
     """
 
     def __init__(self, client: _Client, run: Rollout) -> None:
@@ -61,7 +62,7 @@ class BlockingRollout:
             with self:
                 yield from self
             return
-        # aiter raises if the rollout cannot be iterated.
+        # ``aiter`` raises an error if the rollout cannot be iterated.
         aiter(self._run)
         while groups := self.take(1):
             yield from groups

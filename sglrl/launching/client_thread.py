@@ -20,17 +20,19 @@ logger = logging.getLogger("sglrl.blocking")
 _T = TypeVar("_T")
 
 _LONGEST_END: Final = 10.0
-"""Seconds within which cancelled tasks must finish when the client is closed, and the thread at
-interpreter exit."""
+"""Seconds within which cancelled tasks must finish when the client is closed. The thread must
+finish within the same time at interpreter exit."""
 
 
 class ClientThread(threading.Thread):
-    """Runs the loop of a client until ``end``, and then closes the client.
+    """Runs the loop of a client until ``end`` is called, and then closes the client.
 
-    At interpreter exit, a thread ends whose client was never closed. uvloop would otherwise run the
-    loop's timers after the interpreter is finalized, which crashes the process with SIGSEGV.
+    At interpreter exit, the thread also ends if its client was never closed. Otherwise uvloop would
+    run the loop's timers after the interpreter is finalized, which crashes the process with
+    SIGSEGV.
 
     Args:
+        client: the client whose event loop this thread runs.
         runs: the rollouts that were entered and are not closed. The thread closes them.
 
     Attributes:
@@ -46,8 +48,8 @@ class ClientThread(threading.Thread):
 
     def run(self) -> None:
         """Run the loop, then cancel its remaining tasks."""
-        # This holds a reference to the thread. Unlike atexit, finalizers run in order of creation,
-        # the latest first. The owner of a client may have one that closes the client.
+        # The finalizer holds a reference to the thread. At interpreter exit, the latest finalizer
+        # runs first. The owner of the client may have a later one that closes the client.
         at_exit = weakref.finalize(self, self._end_at_exit)
         try:
             try:
@@ -72,7 +74,7 @@ class ClientThread(threading.Thread):
                 await run.close()
 
     def end(self) -> None:
-        """Let the thread end. Any thread may call this, several times."""
+        """Let the thread end. Any thread may call this, and more than once."""
         # In a forked process the thread does not exist, and the loop belongs to the parent.
         if self.is_alive():
             # The loop may have been closed meanwhile.
@@ -96,7 +98,7 @@ class ClientThread(threading.Thread):
 async def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
     """Cancel all tasks of the loop, as ``asyncio.Runner`` does.
 
-    Callers that wait for one of the tasks get its cancellation.
+    A caller that waits for one of the tasks receives its ``CancelledError``.
     """
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
@@ -109,5 +111,5 @@ async def _cancel_all(loop: asyncio.AbstractEventLoop) -> None:
 
 
 async def plain(call: Callable[[], _T]) -> _T:
-    """Run a plain function on the loop's thread."""
+    """Wrap a plain function as a coroutine, so that it can run on the loop's thread."""
     return call()

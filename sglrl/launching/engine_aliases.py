@@ -1,7 +1,8 @@
 """SGLang's command-line options that are not fields of ``ServerArgs``.
 
-The tables join the options of all supported SGLang versions. SGLang declares them as ``aliases=``
-of a field and as ``parser.add_argument`` with a ``Deprecated...Action`` (``server_args.py``).
+The tables contain the options of all supported SGLang versions. In SGLang's ``server_args.py``,
+such an option is either one of the ``aliases=`` of a field, or an argument of the parser with a
+``Deprecated...Action``.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ ALIASES: Final = {
     "speculative_dflash_draft_window_size": "speculative_draft_window_size",
     "speculative_draft_model": "speculative_draft_model_path",
 }
-"""The field that has the value of an option."""
+"""For each option that has a value, the field that takes this value."""
 
 FLAGS: Final[dict[str, tuple[str, Any]]] = {
     "disable_piecewise_cuda_graph": ("cuda_graph_backend_prefill", "disabled"),
@@ -47,19 +48,21 @@ FLAGS: Final[dict[str, tuple[str, Any]]] = {
     "enforce_piecewise_cuda_graph": ("cuda_graph_backend_prefill", "tc_piecewise"),
     "stream_output": ("incremental_streaming_output", True),
 }
-"""The field and the value that an option sets. With ``False``, the option has no effect."""
+"""For each option that is True or False, the field and the value that True sets. False has no
+effect."""
 
 
 def without_aliases(args: Mapping[str, Any], known: Set[str]) -> dict[str, Any]:
-    """Return an engine's arguments under the names of its fields.
+    """Replace the aliases in an engine's arguments by the names of their fields.
 
     A name stays as it is if the installed SGLang does not have the field.
 
     Args:
-        known: names of the engine's fields.
+        args: the arguments by field name or alias.
+        known: the names of the engine's fields.
 
     Raises:
-        UsageError: a flag is not True or False, or two names set one field.
+        UsageError: a flag is neither True nor False, or two names set the same field.
     """
     arguments: dict[str, Any] = {}
     source: dict[str, str] = {}

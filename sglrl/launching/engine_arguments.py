@@ -1,4 +1,4 @@
-"""The arguments that ``launch`` passes on to the engine."""
+"""Check the arguments that ``launch`` passes on to the engine, before a worker starts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ FOREIGN_ARGUMENTS = {
     "max_new_tokens": "max_new_tokens= of generate",
     "temperature": "temperature= of generate",
 }
-"""Arguments of vLLM and others that ``launch`` rejects; the value names ours."""
+"""Arguments of vLLM and other libraries that ``launch`` rejects, each with our name for it."""
 
 DTYPES = {
     "auto": "auto",
@@ -93,12 +93,14 @@ def check_engine_arguments(
     """Check an engine's arguments and return them without SGLang's aliases.
 
     Args:
-        sglang: the folder of the workers' SGLang; None: the driver's SGLang.
-        own: names of the caller's other arguments, for suggestions.
+        engine: "sglang" or "fake".
+        args: the arguments by name.
+        sglang: the folder of the workers' SGLang. None: the driver's SGLang.
+        own: the names of the caller's other arguments, for suggestions.
 
     Raises:
-        UsageError: the engine has no such argument, it cannot work, sglrl sets it, two names set
-            one field, or a value is wrong.
+        UsageError: the engine has no argument of this name, the argument has no use here or is set
+            by sglrl, two names set the same field, or a value is wrong.
     """
     fields = engine_fields(sglang) if engine == "sglang" else {}
     known = fields.keys() or FAKE_ARGUMENTS
@@ -127,10 +129,10 @@ def check_engine_arguments(
 
 
 def _check_answers(args: Mapping[str, Any]) -> None:
-    """Check the answers of the fake engine.
+    """Check the argument ``answers`` of the fake engine.
 
     Raises:
-        UsageError: they are not lists of token ids. The error names the wrong one.
+        UsageError: an answer is not a list of token ids. The error contains its index.
     """
     answers = args.get("answers", ())
     if not isinstance(answers, (list, tuple)):
@@ -145,12 +147,14 @@ def _check_answers(args: Mapping[str, Any]) -> None:
 
 
 def set_deterministic(args: dict[str, Any]) -> None:
-    """Set the arguments that make the results of a request independent of others, bit for bit.
+    """Set the arguments that make the result of a request independent of other requests.
+
+    The result is then the same bit for bit. A request that is retracted, or continues on another
+    worker, prefills the tokens that it had already decoded. FA3 computes the same bits when it
+    prefills and when it decodes. triton does not, and other backends were not measured.
 
     Raises:
-        UsageError: an argument contradicts, or the attention backend is not FA3. A request that is
-            retracted or continues elsewhere prefills the tokens that it had decoded. FA3 computes
-            the same bits both ways. triton does not, and others were not measured.
+        UsageError: an argument contradicts ``deterministic``, or the attention backend is not FA3.
     """
     if args.get("enable_deterministic_inference") is False:
         raise UsageError("deterministic=True and enable_deterministic_inference=False contradict")
@@ -208,10 +212,10 @@ def check_on_cpu(args: Mapping[str, Any]) -> None:
 
 
 def check_dtype(dtype: object) -> str | None:
-    """Return SGLang's name of a dtype, which is given by any of its names or as a torch dtype.
+    """Return SGLang's name of a dtype. ``dtype`` is any common name of it, or a torch dtype.
 
     Raises:
-        UsageError: it is not a dtype of the engine.
+        UsageError: the engine does not support the dtype.
     """
     if dtype is None:
         return None

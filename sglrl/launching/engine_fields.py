@@ -1,6 +1,7 @@
-"""The fields of SGLang's ``ServerArgs``, read from its source: importing it takes 20 s.
+"""Read the fields of SGLang's ``ServerArgs`` from its source code.
 
-A field is declared as ``name: A[type, Arg(choices=[...], ...)] = default``.
+The module is parsed and not imported, because its import takes 20 s. SGLang declares a field as
+``name: A[type, Arg(choices=[...], ...)] = default``.
 """
 
 from __future__ import annotations
@@ -20,25 +21,25 @@ from ..config import install
 from ..errors import UsageError
 
 COMPUTED: Final = object()
-"""Stands for a default value that the source computes."""
+"""Placeholder for a default value that SGLang computes when the program runs."""
 _TYPES: Final = {
     **{kind.__name__: kind for kind in (bool, int, float, str, dict, list)},
     **{name: getattr(typing, name) for name in ("Any", "Dict", "List", "Literal", "Optional")},
     **{name: getattr(typing, name) for name in ("Tuple", "Union")},
     "Callable": Callable,
-    # SGLang makes one from a dict with a dict for each phase.
+    # SGLang makes this class from a dict that has a dict for each phase.
     "CudaGraphConfig": dict[str, dict[str, Any]],
 }
 
 
 class EngineField(NamedTuple):
-    """A field.
+    """One field of ``ServerArgs``.
 
     Attributes:
-        default: its default, or ``COMPUTED``.
-        type: of its values. ``Any``: not known.
-        name: of the type, for errors.
-        choices: its values; () if it may have any.
+        default: the default value, or ``COMPUTED``.
+        type: the type of the values. ``Any`` if the type is not known.
+        name: the name of the type, for error messages.
+        choices: the allowed values. () if every value is allowed.
     """
 
     default: Any
@@ -47,10 +48,10 @@ class EngineField(NamedTuple):
     choices: tuple[Any, ...]
 
     def check(self, name: str, value: Any) -> None:
-        """Check a value.
+        """Check a value of the field.
 
         Raises:
-            UsageError: it has the wrong type, or is none of the choices.
+            UsageError: the value has the wrong type, or is none of the choices.
         """
         if type(value) is type(self.default) and value == self.default:
             return
@@ -65,10 +66,10 @@ class EngineField(NamedTuple):
 
 @lru_cache
 def engine_fields(sglang: str | None = None) -> Mapping[str, EngineField]:
-    """Return the fields by name.
+    """Return all fields of ``ServerArgs`` by name.
 
     Args:
-        sglang: the folder of SGLang's package; None: the installed one.
+        sglang: the folder of SGLang's package. None: the installed package.
 
     Raises:
         UsageError: sglang is not installed, or its source defines no ``ServerArgs``.
@@ -94,7 +95,7 @@ def engine_fields(sglang: str | None = None) -> Mapping[str, EngineField]:
 
 
 def _constants(module: ast.Module) -> dict[str, Any]:
-    """Return the literals that a module gives names."""
+    """Return the module's constants that have a literal value, by name."""
     return {
         item.targets[0].id: _literal(item.value)
         for item in module.body
@@ -105,7 +106,13 @@ def _constants(module: ast.Module) -> dict[str, Any]:
 def _fields(
     module: ast.Module, named: Mapping[str, Any], only: str | None = None
 ) -> dict[str, EngineField]:
-    """Return the fields in the classes of a module, or only in class ``only``."""
+    """Return the fields that the classes of a module declare.
+
+    Args:
+        module: the parsed source of the module.
+        named: constants that the declarations may use, by name.
+        only: the name of the only class to read. None: read all classes.
+    """
     return {
         item.target.id: _field(item, named)
         for node in module.body
@@ -135,7 +142,11 @@ def _field(item: ast.AnnAssign, named: Mapping[str, Any]) -> EngineField:
 
 
 def _choices(value: ast.expr | None, named: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the choices that an expression lists, or () if it is none of names and literals."""
+    """Return the choices that an expression lists.
+
+    The expression is a literal, a name in ``named``, or a sum of such parts. Any other expression
+    gives ().
+    """
     match value:
         case None:
             return ()

@@ -13,22 +13,22 @@ from ..transport.system_limits import start_thread
 _SECONDS = 5.0
 """Seconds in which the hub must answer a request."""
 _LONGEST = 9.0
-"""Seconds that the look-up may take, with the look-up of the hub's address."""
+"""Seconds that the whole check may take, including the DNS query for the hub's address."""
 _FILES = ("config.json", "tokenizer_config.json", "tokenizer.json")
-"""One of these is in the cache if the model or the tokenizer is."""
+"""If a model or a tokenizer is in the cache, at least one of these files is there."""
 
 
 async def check_on_hub(model: str) -> None:
-    """Check that the hub has a model or a tokenizer, unless the hub's library has it in its cache.
+    """Check that the hub has a model or a tokenizer, unless it is in the local cache of the hub.
 
-    Without this, each worker would make several attempts, and then fail with the same error.
+    Without this check, each worker would make several attempts, and then fail with the same error.
 
     Raises:
         ModelError: the hub has no such model, or cannot be reached.
     """
 
     def start(finish: Finish) -> None:
-        # The system may look for the hub's address for minutes.
+        # A DNS query for the hub's address may take minutes, so it runs in a thread of its own.
         thread = threading.Thread(
             target=lambda: finish(_error(model)), name="sglrl-hub", daemon=True
         )

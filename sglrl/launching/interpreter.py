@@ -1,4 +1,4 @@
-"""The interpreter of the workers, when it is not the driver's: ``launch(python=...)``."""
+"""Find and examine the interpreter of the workers that ``launch(python=...)`` names."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from ..version import __version__
 from ..wire.processes import Environment
 
 _SECONDS = 60.0
-"""Seconds that an interpreter may take to describe itself. It takes 0.2 s on an idle machine."""
+"""Seconds that a run of the interpreter may take. On an idle machine, one takes 0.2 s."""
 
 
 def find_python(python: str | os.PathLike[str]) -> str:
-    """Return the absolute path of an interpreter, which is given by its path or its name.
+    """Return the absolute path of an interpreter. ``python`` is its path or its name.
 
-    Links stay as they are: the link of a virtual environment tells Python which one it is.
+    Symbolic links are not resolved, because Python finds its virtual environment by the path of the
+    link.
 
     Raises:
         UsageError: there is no such program.
@@ -39,7 +40,7 @@ def examine(python: str, *, needs_sglang: bool) -> Environment:
     """Ask an interpreter for its packages, and check that it can run workers of this driver.
 
     Raises:
-        UsageError: it cannot run, a package is missing, or its sglrl has another version.
+        UsageError: the interpreter cannot run, lacks a package, or has another version of sglrl.
     """
     wanted = f"{python} -m {install('sglang')}"
     try:
@@ -61,10 +62,10 @@ def examine(python: str, *, needs_sglang: bool) -> Environment:
 
 
 def make_tiny_model(python: str) -> Path:
-    """Let an interpreter that has torch and transformers make the model "tiny".
+    """Make the model "tiny" with an interpreter that has torch and transformers.
 
     Raises:
-        UsageError: it could not make the model.
+        UsageError: the interpreter could not make the model.
     """
     done = _run(python, "-c", "import sglrl; print(sglrl.tiny_model())")
     if done.returncode:
@@ -80,7 +81,7 @@ def _run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
             capture_output=True,
             encoding="utf-8",
             errors="surrogateescape",
-            # No package of the current folder hides an installed one.
+            # In the current folder, a file could hide an installed package of the same name.
             cwd="/",
             stdin=subprocess.DEVNULL,
             timeout=_SECONDS,

@@ -99,33 +99,36 @@ def launch(
 
     Args:
         model: a folder with a Hugging Face model, or a name on the hub. "tiny" is a random Qwen3
-            that needs no download: it is made here once and kept in ``$SGLRL_CACHE``.
-        replicas: independent copies of the model. Calls are routed among them.
-        tp_size: GPUs that share one copy. Replica i runs on ``tp_size`` visible GPUs, from index
-            ``i * tp_size`` on.
+            that needs no download: this machine makes it once and keeps it in ``$SGLRL_CACHE``.
+        replicas: number of independent copies of the model. Calls are routed among them.
+        tp_size: number of GPUs that share one copy. Replica i runs on ``tp_size`` visible GPUs,
+            from index ``i * tp_size`` on.
         dtype: "float32", "bfloat16" or "float16", a short name ("fp32", "bf16", "fp16"), or a torch
             dtype. "auto" uses the dtype of the saved model.
         device: "cuda" or "cpu". "auto" is "cuda" if a GPU is visible, else "cpu". Serving workers
             on a CPU run with niceness 5, so that other processes get the cores first.
         routing: strategies in order of preference: "prefix-aware", "requests", "kv-cache",
             "round-robin".
-        timeout: default for every call, in seconds. None: no limit.
+        timeout: default timeout of every call, in seconds. None: no limit.
         window: maximum number of calls at one worker at a time. Further calls wait at the driver.
-            None: twice the number of calls that its engine runs at once.
-        max_queue: calls that may wait at the driver before ``Overloaded`` is raised.
-        max_queue_bytes: bytes that waiting calls may hold before ``Overloaded`` is raised. Token
-            ids (4 bytes each) and raw frames count. A prompt that several samples share counts
-            once.
-        max_calls_per_client: calls of one client that may wait at the driver before ``Overloaded``
-            is raised in that client. The client that ``launch`` returns is one client; each client
-            of ``sglrl.connect`` is another. None: ``max_queue``. Clients always take turns.
+            None: twice the number of calls that the worker's engine runs at once.
+        max_queue: maximum number of calls that wait at the driver. A further call raises
+            ``Overloaded``.
+        max_queue_bytes: maximum bytes of the calls that wait at the driver. A call that exceeds it
+            raises ``Overloaded``. Token ids (4 bytes each) and raw frames count. A prompt that
+            several samples share counts once.
+        max_calls_per_client: maximum number of calls of one client that wait at the driver. A
+            further call raises ``Overloaded`` in that client. The client that ``launch`` returns is
+            one client. Each client of ``sglrl.connect`` is another. None: ``max_queue``. Clients
+            always take turns.
         max_unread_bytes: limit on unread bytes of answers for one client of ``sglrl.connect``. At
             the limit, the driver sends this client no more answers, and its further calls wait
             until it reads. At 4 times the limit (or 4 times ``max_message_bytes``, if that is
             more), the client is dropped and its calls end. The limit is at least 4 MiB.
-        address: "ipc"; "tcp" for the loopback interface; or "tcp://HOST:PORT". HOST is an IP
-            address, an interface of this machine, or "0.0.0.0" for all interfaces. PORT may be
-            "*". An address beyond the loopback interface needs ``keys``.
+        address: the address on which the driver listens: "ipc" for a private folder, "tcp" for the
+            loopback interface, or "tcp://HOST:PORT". HOST is an IP address, an interface of this
+            machine, or "0.0.0.0" for all interfaces. PORT may be "*". An address beyond the
+            loopback interface needs ``keys``.
         keys: a folder made with ``sglrl keys``. Connections over tcp are encrypted, and peers
             without one of its keys are rejected.
         insecure: listen beyond the loopback interface without keys. Any peer may connect.
@@ -133,51 +136,53 @@ def launch(
         restarts: maximum number of replacements of a lost worker within ``restart_period``
             seconds. After that, the pool continues without this worker. 0: never replace a worker.
             A replacement serves once it has the current weights.
-        hang_timeout: seconds without progress after which a worker that holds calls is killed and
-            handled like a crash. The stacks of its threads are logged. A step that prefills may
-            take ten times as long. A weight update has its own time limit. None: never.
+        hang_timeout: seconds without progress after which a worker that holds calls is killed. It
+            is then handled like a crashed worker, and the stacks of its threads are logged. A step
+            that prefills may take ten times as long. A weight update has its own time limit. None:
+            no limit.
         heartbeat_timeout: with ``address="tcp..."``, a connection without incoming data for this
             many seconds counts as broken, and its peer as lost. A lost worker is replaced. The
             calls of a lost client in another process are cancelled. Both ends send heartbeats when
             they have nothing else to send, also while Python is busy. A shorter outage loses
-            nothing if TCP resends the lost packets within this time; TCP may take as long as the
-            outage lasted to do so. The transfer of the largest message must take less time than
-            this. None: no heartbeats.
-        max_message_bytes: largest message that either side accepts.
+            nothing if TCP resends the lost packets within this time. TCP may need as long as the
+            outage lasted to resend them. The transfer of the largest message must take less than
+            this time. None: no heartbeats.
+        max_message_bytes: size of the largest message that either side accepts.
         env: environment variables of the workers, in addition to the driver's. For variables that
-            no earlier pool had, SGLang is imported again, by one more fork server. It keeps its
+            no earlier pool had, one more fork server starts and imports SGLang again. It keeps its
             memory until the program ends.
         gpus: indices of the visible GPUs that the workers use. None: all visible GPUs, from the
             first on. With ``gpus=[1, 2, 3]``, GPU 0 stays free for a trainer.
         weight_device: the device from which this process will send weights ("cuda:0", "cpu"). The
             group for weight updates is then formed at the start, not at the first update.
-        keep_weights: which hosts keep the current weights in their memory, where the replacement of
-            a lost worker finds them. "auto": the host of a worker that is the only one with these
-            weights. So a single replica continues after a crash without the trainer, and
-            ``update_weights`` returns after the copy is complete. "host": one worker on each host
-            copies its weights. None: no host. A copy needs as much memory as the model has; where
-            there is too little, a warning says so.
-        engine: "sglang", or "fake": a deterministic engine without torch, for tests. It repeats the
-            prompt, or returns ``answers=``: lists of token ids, one list for each request. Weight
-            updates need torch and change only the version.
-        accelerations: sglrl's faster replacements for parts of SGLang. True: all that fit; False:
-            none; or a list of names from ``sglrl doctor``. An acceleration stays off if it does not
-            fit the installed SGLang. With deterministic inference or ``rl_on_policy_target``, an
-            acceleration that may change a kernel or rounding stays off too.
-            ``client.info.accelerations`` names those that are on. The environment variable
-            ``SGLRL_ACCELERATIONS`` ("none", or names with commas between them) replaces True.
-        deterministic: a request gives the same tokens and logprobs, bit for bit, whatever else is
-            in its batch, and also if it is retracted or continues on another worker. It needs a
-            seed or ``temperature=0``. Sets SGLang's ``enable_deterministic_inference`` and
-            ``attention_backend="fa3"``, so it needs GPUs that have FA3, all of one kind (measured
-            on H200s). Takes more time, and accelerations that may change rounding stay off.
+        keep_weights: which hosts keep a copy of the current weights in their memory, from which the
+            replacement of a lost worker loads them. "auto": if only one worker has these weights,
+            its host keeps a copy. A single replica can then continue after a crash without the
+            trainer. ``update_weights`` returns after the copy is complete. "host": one worker on
+            each host copies its weights. None: no host keeps a copy. A copy needs as much memory as
+            the model. If a host has too little, a warning is logged.
+        engine: "sglang", or "fake" for a deterministic engine without torch, for tests. The fake
+            engine repeats the prompt, or returns ``answers=``: lists of token ids, one list for
+            each request. Its weight updates need torch and change only the version.
+        accelerations: which of sglrl's faster replacements for parts of SGLang to use. True: all
+            that fit. False: none. Or a list of names from ``sglrl doctor``. An acceleration stays
+            off if it does not fit the installed SGLang. With deterministic inference or
+            ``rl_on_policy_target``, an acceleration that may change a kernel or rounding stays off
+            too. ``client.info.accelerations`` names the accelerations that are on. The environment
+            variable ``SGLRL_ACCELERATIONS`` ("none", or names separated by commas) replaces True.
+        deterministic: give the same tokens and logprobs for a request, bit for bit, whatever other
+            requests are in its batch. This holds also if the request is retracted or continues on
+            another worker. The request needs a seed or ``temperature=0``. This sets SGLang's
+            ``enable_deterministic_inference`` and ``attention_backend="fa3"``, so it needs GPUs of
+            one kind that have FA3 (measured on H200s). Requests take more time, and accelerations
+            that may change rounding stay off.
         allow_unknown_sglang: start also if sglrl's corrections were not tested with the source of
             the installed SGLang. Results may be wrong.
         logit_processors: names ("module:Class") of subclasses of SGLang's ``CustomLogitProcessor``
             that requests may select with ``logit_processor=``. Workers import them at the start.
         progress: show the start on stderr: a status line on a terminal, otherwise one line. None:
-            yes, unless the environment variable ``SGLRL_PROGRESS`` is "0". The tokenizer is loaded
-            at its first use, which is shown too if it takes longer than a second.
+            True, unless the environment variable ``SGLRL_PROGRESS`` is "0". The tokenizer is loaded
+            at its first use. This is shown too if it takes longer than a second.
         log_dir: folder that keeps the output of every worker, one file for each process. None: only
             the output of a worker that fails is kept, in ``logs`` in ``$SGLRL_CACHE``. Errors and
             log lines name the file.
@@ -186,9 +191,9 @@ def launch(
             torch. The interpreter starts with this program's environment variables. None: this
             program's own interpreter.
         hosts: other machines on which the workers run: nodes that connect to this program, or all
-            machines of a Ray cluster ("ray") or of an allocation of Slurm ("slurm"). None: this
-            machine. ``address``, ``keys``, ``insecure`` and ``heartbeat_timeout`` are then those of
-            the hosts.
+            machines of a Ray cluster ("ray") or of an allocation of Slurm ("slurm"). The pool then
+            uses the ``address``, ``keys``, ``insecure`` and ``heartbeat_timeout`` of the hosts.
+            None: this machine.
         **engine_args: fields of SGLang's ``ServerArgs`` (``mem_fraction_static``,
             ``max_running_requests``, ...). Their names are checked. SGLang's command-line aliases
             (``disable_piecewise_cuda_graph``, ...) are accepted too. ``random_seed`` (in
@@ -198,8 +203,9 @@ def launch(
 
     Raises:
         UsageError: an argument is wrong. ``ModelError`` and ``NotEnoughDevices`` are subclasses.
-        ModelError: on entering, if the hub does not have the model or cannot be reached.
-        WorkerStartError: on entering, if a worker exits before it is ready.
+        ModelError: when the client is entered, if the hub does not have the model or cannot be
+            reached.
+        WorkerStartError: when the client is entered, if a worker exits before it is ready.
     """
     path = os.fspath(model) if isinstance(model, (str, os.PathLike)) else None
     if not path or not isinstance(path, str):
@@ -433,7 +439,7 @@ def _check_device(device: str) -> None:
 def _place(
     device: str, replicas: int, tp_size: int, gpus: Sequence[int] | None
 ) -> list[list[str] | None]:
-    """Return the GPUs of each replica; None for each replica on CPU."""
+    """Return for each replica the list of its GPUs, or None if it runs on the CPU."""
     _check_device(device)
     usable = [] if device == "cpu" else cuda_devices()
     if gpus is not None:
@@ -472,7 +478,7 @@ def _usable(gpus: Sequence[int] | None) -> list[str]:
 
 
 def cuda_devices() -> list[str]:
-    """Return the visible GPUs as entries for ``CUDA_VISIBLE_DEVICES``. Needs no CUDA library."""
+    """Return the visible GPUs as entries for ``CUDA_VISIBLE_DEVICES``. No CUDA library is used."""
     present = [p.name.removeprefix("nvidia") for p in Path("/dev").glob("nvidia[0-9]*")]
     visible = visible_cuda_devices()
     if visible is not None:

@@ -1,4 +1,4 @@
-"""The arguments of ``launch`` for LoRA adapters."""
+"""Check and complete the arguments of ``launch`` for LoRA adapters."""
 
 from __future__ import annotations
 
@@ -29,13 +29,15 @@ _ALL: Final = ({"all"}, {"all-linear"})
 def take_adapters(args: dict[str, Any]) -> dict[str, Path]:
     """Check the arguments for adapters, and complete them in place.
 
-    ``lora_paths`` is removed: the driver loads these adapters when the workers have started.
+    ``lora_paths`` is removed, because the driver loads these adapters when the workers have
+    started.
 
     Returns:
         The folders of ``lora_paths`` by name.
 
     Raises:
-        UsageError: an argument is missing or wrong. ``InvalidAdapter`` for an adapter.
+        UsageError: an argument is missing or wrong.
+        InvalidAdapter: an adapter in ``lora_paths`` cannot be loaded.
     """
     folders = _folders(args.pop("lora_paths", None))
     enabled = args.get("enable_lora")
@@ -66,7 +68,7 @@ def take_adapters(args: dict[str, Any]) -> dict[str, Path]:
 
 
 def _folders(given: Any) -> dict[str, Path]:
-    """Return the folders of ``lora_paths`` in any form that SGLang takes."""
+    """Return the folders of ``lora_paths`` by name. ``given`` has any form that SGLang accepts."""
     folders: dict[str, Path] = {}
     pairs: list[tuple[Any, Any]] = []
     if isinstance(given, Mapping):

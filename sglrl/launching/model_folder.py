@@ -15,10 +15,11 @@ from .interpreter import make_tiny_model
 
 
 def own_model(model: str, python: str | None) -> str:
-    """Return the folder of the model "tiny", which is made here, and any other model unchanged.
+    """Make the model "tiny" and return its folder. Return any other model unchanged.
 
     Args:
-        python: the workers' interpreter, which makes the model if it is not the driver's.
+        model: a folder, a name on the hub, or "tiny".
+        python: the workers' interpreter, which then makes the model. None: the driver's.
 
     Raises:
         UsageError: torch and transformers, which make the model, are not installed.

@@ -1,7 +1,8 @@
 """Fields of SGLang's ``ServerArgs`` that have no effect in a worker, or that break it.
 
-A worker owns SGLang's scheduler and nothing else of its server. SGLang would accept these fields
-without a message, hang, or fail in the middle of the start. Names are those of 0.5.17 to 0.5.23.
+A worker has SGLang's scheduler and no other part of SGLang's server. SGLang would ignore these
+fields without a message, hang, or fail in the middle of the start. The names are from SGLang 0.5.17
+to 0.5.23.
 """
 
 from __future__ import annotations
@@ -188,4 +189,4 @@ _GROUPS: Final = {
     """,
 }
 REJECTED: Final = {name: why for why, names in _GROUPS.items() for name in names.split()}
-"""By field: why, and what takes its place."""
+"""For each rejected field, the reason and what to use in its place."""

@@ -17,8 +17,8 @@ class StartDisplay(StartProgress):
     """Shows the start of engine workers.
 
     Args:
-        what: the workers, for example "2 workers of tiny".
-        shown: False: log the stages only.
+        what: the text for the workers, for example "2 workers of tiny".
+        shown: whether to write to stderr. With False, the stages are only logged.
     """
 
     def __init__(self, what: str, *, shown: bool) -> None:
@@ -35,7 +35,8 @@ class StartDisplay(StartProgress):
             self._status = Console(stderr=True).status(f"starting {self._what}")
             self._status.start()
         elif self._shown:
-            # A script's log or a notebook: begin a line and end it when the workers are ready.
+            # A log file or a notebook cannot redraw a line. Begin a line here, and end it when the
+            # workers are ready.
             self._write(f"sglrl: starting {self._what} ... ")
         return self
 
@@ -48,7 +49,7 @@ class StartDisplay(StartProgress):
             if error is None:
                 self._write(f"ready in {time.monotonic() - self._begun:.1f} s\n")
             else:
-                # Ctrl-C cancels the start.
+                # Ctrl-C cancels the start with an error that is not an ``Exception``.
                 self._write("failed\n" if isinstance(error, Exception) else "interrupted\n")
 
     def show(self, text: str) -> None:

@@ -1,6 +1,6 @@
-"""Checks of engine arguments that SGLang declares as plain text.
+"""Check engine arguments that SGLang declares as plain text.
 
-SGLang reads these in the worker, where a wrong value has no effect or fails late.
+SGLang reads them in the worker, where a wrong value has no effect or fails late.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CHOICES: Final = {
     "sampling_backend": ("flashinfer", "pytorch", "ascend", "intel_xpu"),
     "torchao_config": ("", *_TORCHAO, *(f"int4wo-{size}" for size in (32, 64, 128, 256))),
 }
-"""Values that the sources of SGLang 0.5.17 to 0.5.23 compare these with."""
+"""The values of each argument that the sources of SGLang 0.5.17 to 0.5.23 know."""
 _ANY_CASE: Final = ("kv_canary_real_data", "log_level")
 
 JSON_TEXTS: Final = ("json_model_override_args", "model_loader_extra_config")
@@ -42,7 +42,7 @@ def json_text(name: str, value: dict[Any, Any]) -> str:
     """Return a dict as JSON text.
 
     Raises:
-        UsageError: it holds other values than those of JSON.
+        UsageError: the dict contains a value that JSON does not have.
     """
     try:
         return msgspec.json.encode(value).decode()
@@ -54,7 +54,7 @@ def check_text(name: str, value: Any) -> None:
     """Check the value of an argument, if it is text.
 
     Raises:
-        UsageError: SGLang cannot use it.
+        UsageError: SGLang cannot use the value.
     """
     if not isinstance(value, str):
         return
@@ -68,10 +68,10 @@ def check_text(name: str, value: Any) -> None:
 
 
 def check_files(args: Mapping[str, Any]) -> None:
-    """Check the arguments that name files on the workers' machine, which must be this one.
+    """Check the arguments that name files. The workers must run on this machine.
 
     Raises:
-        UsageError: there is no such file.
+        UsageError: a file does not exist.
     """
     for name in _FILES:
         value = args.get(name)
@@ -88,7 +88,7 @@ def check_files(args: Mapping[str, Any]) -> None:
 
 def _is_object(value: str) -> bool:
     try:
-        # SGLang's parser, which knows NaN.
+        # SGLang uses the same parser, which accepts NaN.
         return isinstance(json.loads(value), dict)
     except (ValueError, RecursionError):
         return False

@@ -1,8 +1,8 @@
 """Make a tiny random model with a tokenizer and a chat template, without a network.
 
-By default this is a Qwen3 with a byte-level BPE tokenizer. The weights are random, so its text is
-meaningless. Everything else is real: architecture, file formats, tokenizer, template. The model is
-made once and kept in the cache folder (about 2 MB).
+By default, the model is a Qwen3 with a byte-level BPE tokenizer. Its weights are random, so the
+text that it generates is meaningless. The architecture, file formats, tokenizer and template are
+real. The model is made once and kept in the cache folder (about 2 MB).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ CHARACTER_CHAT_TEMPLATE = (
     "{% for value in call['function']['arguments'].values() %}{{ value }}{% endfor %}{% endfor %}"
     "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""A call of a tool is written as the values of its arguments."""
+"""The template for the character tokenizer. It writes a tool call as its arguments' values."""
 _CORPUS = [
     "You are a careful assistant. Think step by step and answer with a number.",
     "What is the sum of two numbers? The answer is the result of adding them together.",
@@ -79,8 +79,8 @@ def make_tokenizer(folder: Path, vocab_size: int) -> Any:
 def make_character_tokenizer(folder: Path, characters: str) -> Any:
     """Make a tokenizer with one token per character and a few special tokens for chat.
 
-    It drops characters that are not in ``characters``. The vocabulary is small, so that a policy
-    can learn from random weights. Save the tokenizer in ``folder`` and return it.
+    The tokenizer drops characters that are not in ``characters``. Its vocabulary is small, so that
+    a policy can learn from random weights. Save the tokenizer in ``folder`` and return it.
     """
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
@@ -117,14 +117,20 @@ def make_model(
     """Write a random model and its tokenizer into ``folder``.
 
     Args:
+        folder: an existing folder for the model.
         architecture: "qwen3" or "llama".
         dtype: dtype of the saved weights: "float32" or "bfloat16".
-        characters: the whole vocabulary except special tokens (``make_character_tokenizer``). If
-            given, ``vocab_size`` is ignored.
-        tied: the output layer shares the weights of the embedding.
-        initializer_range: standard deviation of the weights. The default is wide enough that the
+        vocab_size: maximum number of tokens in the vocabulary.
+        characters: the whole vocabulary except special tokens, for a tokenizer of
+            ``make_character_tokenizer``. If given, ``vocab_size`` is ignored.
+        hidden_size: size of the hidden states.
+        layers: number of layers.
+        context_length: maximum number of tokens in the context.
+        tied: whether the output layer shares the weights of the embedding.
+        initializer_range: standard deviation of the weights. The default is large enough that the
             logits of a random model differ clearly. With 0.02, the usual value for models to be
             trained, all tokens are about equally likely.
+        seed: seed of the random weights.
     """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -165,10 +171,10 @@ def make_model(
 
 
 def tiny_model(**options: Any) -> Path:
-    """Return the folder of a small random model, which is made without a network on first use.
+    """Make a small random model, or find it in the cache, and return its folder.
 
     Args:
-        **options: as in ``make_model``.
+        **options: the keyword arguments of ``make_model``.
 
     Raises:
         UsageError: the cache folder cannot be written.

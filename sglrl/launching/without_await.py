@@ -1,4 +1,4 @@
-"""Methods without ``await`` for synchronous callers, taken from an async class."""
+"""Give synchronous callers the methods of an async class, without ``await``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _C = TypeVar("_C", bound=type)
 
 
 def without_await(source: type) -> Callable[[_C], _C]:
-    """Give a class the public methods and properties of ``source`` that it does not define itself.
+    """Give the decorated class the public methods and properties of ``source``.
 
-    The class has an attribute ``source``, an object of type ``source``, and a method ``wait``
-    that runs a coroutine to its end.
+    Methods that the class defines itself stay. The class must have an attribute ``source``, an
+    object of type ``source``, and a method ``wait`` that runs a coroutine to its end.
     """
 
     def add(cls: _C) -> _C:
