@@ -1,5 +1,9 @@
-"""The ``sglrl`` command: ``cli`` has its subcommands, ``demo`` and ``check`` the two long ones.
+"""The ``sglrl`` command.
 
-``logprob_check`` compares logprobs with transformers; ``doctor`` examines this machine; ``display``
-shows progress.
+* ``cli``: declares the subcommands;
+* ``demo``, ``check``, ``eval``: the packages of the three longest subcommands;
+* ``call``, ``doctor``, ``node``, ``serve``: the other subcommands that have a module;
+* ``options``, ``sampling_options``: options that several subcommands share;
+* ``logprob_check``: compares logprobs with Hugging Face transformers;
+* ``display``: shows progress and prints results.
 """

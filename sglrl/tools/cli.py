@@ -1,6 +1,7 @@
 """The ``sglrl`` command: demo, check, generate, eval, serve, call, node, doctor, keys.
 
-Exit codes: 0 success, 1 a check or the engine failed, 2 wrong usage, 130 Ctrl-C.
+The exit code is 0 after success, 1 if a check or the engine failed, 2 after wrong usage, and 130
+after Ctrl-C.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ _EXTRAS: Final = {
 
 
 def _remedy(error: Exception) -> str:
-    """Return what installs a missing module, as the end of an error; "" if that is not known."""
+    """Return the end of an error message: how to install a missing module, or "" if unknown."""
     missing = error.name if isinstance(error, ModuleNotFoundError) else None
     module = (missing or "").partition(".")[0]
     if module in ("sglrl", "sglrl_workers"):
@@ -97,7 +98,8 @@ def _command(function: _F, name: str | None = None) -> _F:
     """Register a command that reports errors as one line, not as a traceback.
 
     Args:
-        name: None: the name of the function.
+        function: the function of the command.
+        name: the name of the command. None: the name of the function.
     """
 
     @functools.wraps(function)
@@ -147,7 +149,7 @@ def demo(
     in time, if waiting for every batch is no slower than running ahead, or if a logprob differs
     from what Hugging Face transformers computes with the weights of its policy version.
     """
-    # Without this check, a missing module fails only after minutes.
+    # Without this check, the command would run for minutes before a missing module makes it fail.
     for module in ("matplotlib", "tensordict"):
         if importlib.util.find_spec(module) is None:
             raise UsageError(f"the demo needs {module}: {install('demo')}")
@@ -425,7 +427,7 @@ def keys(
 
 
 def _refuse_items(lines: list[str]) -> None:
-    """Raise ``UsageError`` for a line that is a JSON object: an item of ``sglrl eval``."""
+    """Raise ``UsageError`` if a line is an item of ``sglrl eval``: a JSON object with a prompt."""
     from .eval.items import prompt_fields
 
     for number, line in enumerate(lines, 1):

@@ -1,4 +1,7 @@
-"""Show progress: a live bar on a terminal, occasional lines in a log. Print results as JSON."""
+"""Show the progress of a command, and print its result as JSON.
+
+Progress is a live bar on a terminal, and a few lines in a log.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +16,14 @@ from rich.progress import MofNCompleteColumn, Progress, TextColumn, TimeElapsedC
 from rich.table import Column
 
 LINES = 8
-"""Number of progress lines per stage when there is no terminal."""
+"""Number of progress lines for each stage if the output is not a terminal."""
 
 Advance = Callable[[str], None]
-"""``advance(note)`` counts one more part as done. The note is shown beside the count."""
+"""A function ``advance(note)`` that counts one more part as done and shows the note beside it."""
 
 
 def is_live(console: Console) -> bool:
-    """Return whether progress is one line that is redrawn."""
+    """Return whether the console is a terminal that can redraw a line."""
     return console.is_terminal and not console.is_dumb_terminal
 
 
@@ -28,7 +31,7 @@ def is_live(console: Console) -> bool:
 def stage(console: Console, title: str, total: int) -> Iterator[Advance]:
     """Show the progress of ``total`` equal parts while the block runs."""
     if is_live(console):
-        # On a narrow terminal, only the note is cut.
+        # On a narrow terminal, only the note is cut off.
         rest = Column(ratio=1, no_wrap=True, overflow="ellipsis")
         with Progress(
             TextColumn("{task.description}", table_column=Column(no_wrap=True)),
@@ -88,7 +91,7 @@ def _lines(console: Console, title: str, total: int) -> Advance:
 
 
 def quiet_transformers() -> None:
-    """Hide the progress bars and warnings of transformers. Its errors still raise."""
+    """Hide the progress bars and warnings of transformers. Its errors are still raised."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers.utils import logging as theirs
@@ -98,7 +101,7 @@ def quiet_transformers() -> None:
 
 
 def quiet_warnings() -> None:
-    """Hide the warnings that transformers logs; users of a command do not need them."""
+    """Hide the warnings that transformers logs, which users of a command do not need."""
     import logging
 
     logging.getLogger("transformers").setLevel(logging.ERROR)

@@ -25,7 +25,7 @@ from ..launching.launch import cuda_devices, launch
 NEEDED = ("msgspec", "pyzmq", "uvloop", "numpy")
 OPTIONAL = ("sglang", "torch", "transformers")
 SGLANG_RANGE = ((0, 5, 17), (0, 5, 24))
-"""Supported versions of SGLang: the first supported one and the first unsupported one."""
+"""The range of supported SGLang versions: the first supported and the first unsupported version."""
 
 
 class Finding(msgspec.Struct, frozen=True):
@@ -37,7 +37,14 @@ class Finding(msgspec.Struct, frozen=True):
 
 
 class ArgumentRow(msgspec.Struct, frozen=True):
-    """One argument of SGLang. ``type``, ``default``: as in its source. See ``Argument``."""
+    """One argument of SGLang.
+
+    Attributes:
+        field: the name of the argument.
+        type: the type as SGLang's source code writes it.
+        default: the default value as SGLang's source code writes it, or "computed".
+        state, note: the treatment by ``launch``, as in ``argument_table.Argument``.
+    """
 
     field: str
     type: str
@@ -47,7 +54,7 @@ class ArgumentRow(msgspec.Struct, frozen=True):
 
 
 def examine(engine: str) -> list[Finding]:
-    """Return all findings. The last one is a real call to one worker with this engine."""
+    """Return all findings. The last finding is the result of a real call to one worker."""
     findings = [
         Finding("sglrl", True, __version__),
         Finding("python", True, f"{platform.python_version()} on {platform.system()}"),
@@ -85,10 +92,10 @@ def _package(name: str, *, needed: bool) -> Finding:
 
 
 def _patches() -> list[Finding]:
-    """Return one line for each modification of SGLang: whether the installed SGLang fits it."""
+    """Return a finding for each patch of SGLang: whether it fits the installed SGLang."""
     if find_spec("sglang") is None:
         return []
-    # The library does not import the workers' code, so ask a process that does.
+    # The library must not import the workers' code, so a separate process lists the patches.
     table = subprocess.run(
         [sys.executable, "-m", "sglrl_workers.engine.sglang.patch_table"],
         capture_output=True,
@@ -103,7 +110,7 @@ def _patches() -> list[Finding]:
 
 
 def _patch(row: dict[str, str]) -> Finding:
-    """Describe one patch. Without a correction that fits, no worker starts."""
+    """Describe one patch. A correction that does not fit fails, because no worker would start."""
     kind = row["kind"] + (f" for {row['device']}" if row["device"] else "")
     detail = f"{kind}; without it, {row['why']}"
     if row["unknown"]:
@@ -113,7 +120,7 @@ def _patch(row: dict[str, str]) -> Finding:
 
 
 def _arguments() -> list[Finding]:
-    """Return one line about SGLang's arguments."""
+    """Return a finding with the number of SGLang's arguments in each state."""
     if find_spec("sglang") is None:
         return []
     detail = f"{counted(engine_fields())}; --arguments lists them"
@@ -121,7 +128,7 @@ def _arguments() -> list[Finding]:
 
 
 def argument_rows() -> list[ArgumentRow]:
-    """Return what ``launch`` does with each argument of the installed SGLang.
+    """Return a row for each argument of the installed SGLang.
 
     Raises:
         UsageError: sglang is not installed.
@@ -140,7 +147,7 @@ def argument_rows() -> list[ArgumentRow]:
 
 
 def argument_lines(rows: list[ArgumentRow]) -> str:
-    """Return a line for each row. Lines may be longer than those of the terminal."""
+    """Return a line of text for each row. A line may be longer than the terminal is wide."""
     widths = [max(len(row.field) for row in rows), max(len(row.state) for row in rows)]
     return "".join(
         f"{row.field:{widths[0]}}  {row.state:{widths[1]}}  {row.note}\n" for row in rows

@@ -1,6 +1,7 @@
 """Test the connection between a program and its nodes: ``sglrl doctor --hosts``.
 
-The keys decide which side this is: a folder with ``driver.secret`` is that of the program.
+The command runs on either side, and the keys decide on which. A folder with ``driver.secret`` is
+the program's folder. Any other keys are a node's.
 """
 
 from __future__ import annotations
@@ -22,19 +23,19 @@ from ..wire.processes import ClientKeys, Environment
 from .doctor import Finding
 
 _SECONDS: Final = 5.0
-"""Seconds for a connection and for an answer."""
+"""Time limit in seconds for a connection, and for an answer."""
 
 
 def examine_hosts(
     address: str, keys: str | None, seconds: float, nodes: Sequence[str] = ()
 ) -> list[Finding]:
-    """Return what works and what does not.
+    """Test the connection from this side, and return a finding for each step.
 
     Args:
-        address: where the program listens for nodes.
-        keys: of the program or of a node; None: without encryption, from a node.
-        seconds: how long the program's side waits for nodes.
-        nodes: addresses of nodes that listen, which the program's side invites.
+        address: the address at which the program listens for nodes.
+        keys: the path of the keys of the program or of a node. None: this is a node without keys.
+        seconds: time for which the program's side waits for nodes.
+        nodes: the addresses of listening nodes. The program's side invites them.
 
     Raises:
         UsageError: ``nodes`` is given on a node's side.
@@ -47,7 +48,7 @@ def examine_hosts(
 
 
 def _of_node(address: str, keys: str | None) -> list[Finding]:
-    """Connect to the program as a node does, but offer nothing."""
+    """Connect to the program as a node does, but offer no GPUs or cores."""
     findings = []
     try:
         own: ClientKeys | None = None
@@ -72,7 +73,7 @@ def _of_node(address: str, keys: str | None) -> list[Finding]:
 
 
 def _versions(other: Environment | None) -> Finding:
-    """Compare what need not be equal, but limits what works."""
+    """Compare the versions of both sides. A difference is not a failure, but limits what works."""
     own = environment()
     wrong = [] if other is None else limits(other, gpus=bool(cuda_devices()))
     if wrong:
@@ -83,7 +84,7 @@ def _versions(other: Environment | None) -> Finding:
 async def _of_program(
     address: str, keys: str, seconds: float, nodes: Sequence[str]
 ) -> list[Finding]:
-    """Listen as the program does, and report who connects."""
+    """Listen as the program does, and report which nodes connect."""
     try:
         clients = len(read_driver_keys(keys).clients)
         findings = [Finding("keys", clients > 0, f"{clients} of nodes and clients in {keys}")]

@@ -12,20 +12,20 @@ from numpy.typing import NDArray
 from ..inference.completion import Completion
 
 TOKENS_PER_BATCH = 4096
-"""Number of padded input tokens per batch. Bounds the memory for logits."""
+"""Number of padded input tokens per batch. This limits the memory for logits."""
 
 TOLERANCES = {"float32": 1e-4}
 ROUNDED_TOLERANCE = 3e-2
-"""Tolerance for 16-bit models: two correct orders of summation differ by this much."""
+"""Tolerance for 16-bit models. Results of two correct orders of summation differ by up to this."""
 
 
 class LogprobCheck(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of a check. Differences are absolute, of natural logarithms.
+    """The result of a check. All differences are absolute values, and logarithms are natural.
 
     Attributes:
         tokens: number of compared tokens.
-        largest_difference: over all compared tokens. NaN counts as infinite.
-        mean_difference: over all compared tokens. NaN counts as infinite.
+        largest_difference: largest difference of a compared token. NaN counts as infinite.
+        mean_difference: mean difference of all compared tokens. NaN counts as infinite.
         tolerance: largest allowed value of ``largest_difference``.
         worst: a readable description of the token with the largest difference.
     """
@@ -42,7 +42,7 @@ class LogprobCheck(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def tolerance_for(dtype: str) -> float:
-    """Return the allowed difference of two correct implementations for a model of this dtype."""
+    """Return the allowed difference between two correct implementations of a model in a dtype."""
     return TOLERANCES.get(dtype, ROUNDED_TOLERANCE)
 
 
@@ -56,10 +56,10 @@ def load_reference(model: str, device: str) -> Any:
 def reference_logprobs(
     reference: Any, completions: Sequence[Completion]
 ) -> Iterator[tuple[int, NDArray[np.float32]]]:
-    """Yield ``(index, logprobs)`` for every completion, computed with ``reference``.
+    """Compute the logprobs of every completion with ``reference``. Yield ``(index, logprobs)``.
 
-    ``logprobs`` is float32 [t], one value per output token. Completions come longest first, so that
-    batches need little padding.
+    ``logprobs`` is float32 [t], one value per output token. The longest completions come first, so
+    that batches need little padding.
     """
     import torch
 
@@ -95,11 +95,13 @@ def compare(
     tolerance: float,
     on_done: Callable[[], None] = lambda: None,
 ) -> LogprobCheck:
-    """Compare the logprob of every output token with ``reference``.
+    """Compare the logprob of every output token with the one that ``reference`` computes.
 
     Args:
-        completions: sampled at temperature 1, with logprobs.
-        on_done: called once per completion.
+        reference: a model from ``load_reference``.
+        completions: completions that were sampled at temperature 1, with logprobs.
+        tolerance: the largest allowed difference of a logprob.
+        on_done: a function that is called once per completion.
 
     Raises:
         ValueError: a completion does not have one logprob per output token.

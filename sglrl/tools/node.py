@@ -1,4 +1,4 @@
-"""The command ``sglrl node``."""
+"""The command ``sglrl node``, which offers a machine's GPUs to a program on another machine."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def node(
 
 
 def _keys_from_input() -> ClientKeys:
-    """Return the keys that a program writes to the input of a node that it starts."""
+    """Read the keys from standard input. A program that starts a node writes them there."""
     line = sys.stdin.buffer.readline()
     try:
         return msgspec.json.decode(line, type=ClientKeys)
@@ -135,10 +135,14 @@ def _keys_from_input() -> ClientKeys:
 
 
 def _chosen(gpus: str | None, visible: list[str]) -> tuple[str, ...]:
-    """Return the GPUs that ``--gpus`` names, of those that are visible.
+    """Return the visible GPUs that the option ``--gpus`` names.
+
+    Args:
+        gpus: the value of the option. None: all visible GPUs.
+        visible: all visible GPUs.
 
     Raises:
-        UsageError: it names others, or is not a list of indices.
+        UsageError: the value is not a list of indices, or names a GPU that is not visible.
     """
     if gpus is None:
         return tuple(visible)

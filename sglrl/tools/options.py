@@ -1,4 +1,4 @@
-"""Options that several commands share, and their checks."""
+"""Declare the options that several commands share, and check their values."""
 
 from __future__ import annotations
 
@@ -37,16 +37,18 @@ Json = Annotated[
 
 _OF_PYTHON: Final = {"True": "true", "False": "false", "None": "null"}
 _OPTIONS: Final = ("model", "replicas", "tp_size", "device", "engine")
-"""Arguments of ``launch`` that commands have as options of their own."""
+"""The arguments of ``launch`` for which the commands have an option or argument of their own."""
 
 
 def launch_arguments(given: list[str] | None) -> dict[str, Any]:
-    """Return the arguments of ``launch`` that the values of ``--set`` stand for.
+    """Return the arguments of ``launch`` that ``--set NAME=VALUE`` gives.
 
-    A value is JSON (``0.8``, ``true``, ``["a", "b"]``) or True, False or None, or else a text.
+    A value may be JSON (``0.8``, ``true``, ``["a", "b"]``), or True, False or None. Any other value
+    is a text.
 
     Raises:
-        UsageError: a value has no name, a name has two values, or the command has an option for it.
+        UsageError: a text is not NAME=VALUE, a name is given twice, or the command has its own
+            option for a name.
     """
     arguments: dict[str, Any] = {}
     for text in given or ():
@@ -66,7 +68,10 @@ def launch_arguments(given: list[str] | None) -> dict[str, Any]:
 
 
 def check_target(option: str, file: Path | None, *, makes_folder: bool = False) -> None:
-    """Raise ``UsageError`` if the file cannot be written. Called before the run starts."""
+    """Raise ``UsageError`` if the file of an option cannot be written.
+
+    Commands call this before the run starts, so that no result is lost.
+    """
     if file is None:
         return
     file = file.absolute()

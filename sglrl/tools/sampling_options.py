@@ -1,4 +1,4 @@
-"""The options of commands that sample, which follow from the declaration of ``SamplingParams``."""
+"""Make the sampling options of commands from the declaration of ``SamplingParams``."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ..inference.sampling_fields import Field
 from ..wire.codec import malformed
 
 OPTIONS: Final = [field for field in FIELDS.values() if field.names.option]
-"""The sampling parameters that are options."""
+"""The sampling parameters that commands have as options."""
 
 
 def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
     """Replace the parameter ``sampling`` of a command by an option for each sampling parameter.
 
-    The command gets ``SamplingParams`` of the values.
+    The command itself is called with a ``SamplingParams`` made from the values of the options.
     """
     signature = inspect.signature(command)
     hints = get_type_hints(command, include_extras=True)
@@ -45,13 +45,13 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def option_names(field: Field) -> list[str]:
-    """Return the names of the option of a sampling parameter. The second one is for False."""
+    """Return the names of a parameter's option. If there are two, the second sets it to False."""
     name = field.name.replace("_", "-")
     return [f"--{name}", f"--no-{name}"] if field.default is True else [f"--{name}"]
 
 
 def option_default(field: Field) -> str:
-    """Return the default value of an option as the reference shows it."""
+    """Return the default value of an option as the help and the reference pages show it."""
     if field.name == "max_new_tokens":
         return str(DEFAULT_MAX_NEW_TOKENS)
     if field.default is False:
@@ -62,13 +62,13 @@ def option_default(field: Field) -> str:
 
 
 def option_text(field: Field) -> str:
-    """Return what an option means: the first sentence about the field, without its dot."""
+    """Return the description of an option: the first sentence about the field, without its dot."""
     text = field.text.replace("``", "").removesuffix(".")
     return f"{text}; may be repeated" if field.kind.option in (list[str], list[int]) else text
 
 
 def _option(field: Field, kind: Any) -> inspect.Parameter:
-    """Return a parameter that typer turns into an option."""
+    """Return the function parameter from which typer makes the option."""
     text = option_text(field)
     default = None if field.default == () else field.default
     option = typer.Option(
@@ -84,7 +84,7 @@ def _option(field: Field, kind: Any) -> inspect.Parameter:
 
 
 def _value(field: Field, given: Any) -> Any:
-    """Return the value of an option for ``SamplingParams``. None: it is not given."""
+    """Return the value of an option for ``SamplingParams``, or None if it is not given."""
     if given in (None, []) or field.kind.option is not None:
         return None if given == [] else given
     try:

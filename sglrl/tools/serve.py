@@ -1,4 +1,4 @@
-"""The command ``sglrl serve``."""
+"""The command ``sglrl serve``, which starts engines and a gateway for them."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def serve(
             if not stopped.done():
                 stopped.set_result(number)
 
-        # The engines take longer to start than the user waits for this error.
+        # An unusable port is reported before the engines start, which takes long.
         reserved(host, port).close()
         client = launch(
             model, replicas=replicas, device=device, tp_size=tp_size, engine=engine, **more

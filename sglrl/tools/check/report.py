@@ -17,10 +17,10 @@ from .rollouts import Rollout
 
 
 class WorkerShare(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker's part of the work.
+    """The part of the work that one worker did.
 
     Attributes:
-        share: share of all generated tokens, 0..1.
+        share: the worker's share of all generated tokens, 0..1.
     """
 
     worker: int
@@ -35,11 +35,11 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one run. Times are in seconds, rates per second, hit rates 0..1.
 
     Attributes:
-        seconds: from the start of the first rollout to the end of the last rollout.
+        seconds: time from the start of the first rollout to the end of the last rollout.
         latency_p50, latency_p99: latency of single requests, from ``generate`` to its result.
         cache_hit_rate: share of all prompt tokens that came from a prefix cache.
-        ideal_cache_hit_rate: the same share for an ideal cache. All workers share this cache, it
-            evicts nothing and contains every token immediately.
+        ideal_cache_hit_rate: the same share for an ideal cache. All workers share this cache. It
+            evicts nothing, and contains each token as soon as the token exists.
     """
 
     sglrl_version: str
@@ -80,7 +80,10 @@ def make_report(
     """Make a report from the rollouts and the logprob check.
 
     Args:
-        seconds: from the start of the first rollout to the end of the last rollout.
+        rollouts: the rollouts of the run.
+        check: the result of the logprob check.
+        seconds: time from the start of the first rollout to the end of the last rollout.
+        start_seconds: time that the workers took to start.
         **facts: the fields of ``Report`` that do not follow from the other arguments.
     """
     completions = [turn for rollout in rollouts for turn in rollout.turns]
@@ -129,8 +132,8 @@ def _shares(completions: Sequence[Completion], generated: int) -> list[WorkerSha
 def ideal_cached_tokens(completions: Sequence[Completion]) -> int:
     """Return the number of prompt tokens that an unlimited cache serves.
 
-    The requests run one after the other, in this order. The last token of a prompt is always
-    computed, because its logits predict the first token of the answer.
+    The requests are assumed to run one after the other, in the given order. The last token of a
+    prompt is always computed, because its logits predict the first token of the answer.
     """
     Node = dict[int, Any]
     root: Node = {}

@@ -22,8 +22,10 @@ class Rollout(msgspec.Struct, frozen=True):
     """One sampled conversation.
 
     Attributes:
-        turns: one completion per question of the task. Completions hold the data that a trainer
-            needs: token ids, logprobs, policy versions.
+        task: the task whose questions were asked.
+        sample: the number of this conversation among the conversations of the task.
+        turns: one completion per question of the task. A completion holds the data that a trainer
+            needs: token ids, logprobs and policy versions.
     """
 
     task: Task
@@ -36,8 +38,8 @@ async def roll_out(
 ) -> Rollout:
     """Ask the task's questions one after the other.
 
-    Each turn keeps the ``prompt_ids`` that the model received. Rendering a conversation again may
-    produce tokens that differ from the sampled ones, so nothing is derived from the text later.
+    Each turn keeps the ``prompt_ids`` that the model received. A trainer must use these ids. If it
+    rendered the text of the conversation again, the tokens could differ from the sampled tokens.
     """
     messages = [{"role": "system", "content": SYSTEM_PROMPT}]
     turns = []
@@ -73,9 +75,14 @@ async def run_rollouts(
     The first failure cancels the other rollouts and is raised.
 
     Args:
+        client: the client that generates.
+        tasks: the tasks, in the order in which their rollouts start.
+        samples: number of rollouts of each task.
         limit: maximum number of rollouts in total.
         in_flight: maximum number of rollouts at a time.
-        on_done: called with each rollout when it ends.
+        max_new_tokens: maximum number of tokens in an answer.
+        seed: the seed from which the seeds of all requests are derived.
+        on_done: a function that is called with each rollout when it ends.
     """
     room = asyncio.Semaphore(in_flight)
 
@@ -96,6 +103,6 @@ async def run_rollouts(
 
 
 def _seed(seed: int, task: Task, sample: int, turn: int) -> int:
-    """Return a different seed for every request, so that samples differ and runs are repeatable."""
+    """Derive a different seed for every request. Samples then differ, and runs are repeatable."""
     number = int(task.name.rpartition("-")[2])
     return derived_seed(seed, number, sample, turn)

@@ -21,15 +21,15 @@ from .rollouts import Rollout, run_rollouts
 from .tasks import make_tasks
 
 SAMPLES = 4
-"""Rollouts per prompt."""
+"""Number of rollouts per task."""
 
 
 class CheckSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a check.
 
     Attributes:
-        model: a folder or hub name; None: a tiny random Qwen3.
-        tolerance: largest allowed difference of a logprob; None: the tolerance for the model's
+        model: a folder, or a name on the hub. None: a tiny random Qwen3.
+        tolerance: largest allowed difference of a logprob. None: the tolerance for the model's
             dtype (``logprob_check.tolerance_for``).
     """
 
@@ -51,7 +51,7 @@ class CheckSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Measured(msgspec.Struct):
-    """The results of the rollouts on the event loop."""
+    """The rollouts of a check, with the engine that ran them and the times that they took."""
 
     rollouts: list[Rollout]
     info: EngineInfo
@@ -62,7 +62,7 @@ class _Measured(msgspec.Struct):
 def run_check(settings: CheckSettings, console: Console) -> Report:
     """Run the whole check and show progress on ``console``. ``Report.passed`` is the verdict.
 
-    Only the rollouts run on the event loop, so that Ctrl-C stops everything else at once.
+    Only the rollouts run on an event loop, so Ctrl-C stops every other part at once.
     """
     quiet_transformers()
     console.print(f"model: {settings.model or 'a tiny random Qwen3'}", highlight=False)

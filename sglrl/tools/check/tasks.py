@@ -1,4 +1,4 @@
-"""The questions of the check: short word problems, some with follow-ups, and one system prompt."""
+"""Make the questions of the check: short word problems, some of them with follow-up questions."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _FOLLOW_UPS = (
 
 
 class Task(msgspec.Struct, frozen=True):
-    """One prompt of the data set.
+    """One item of the data set.
 
     Attributes:
-        questions: the user's turns, asked one after the other.
+        questions: the messages of the user, which are asked one after the other.
     """
 
     name: str
@@ -38,9 +38,9 @@ class Task(msgspec.Struct, frozen=True):
 
 
 def make_tasks(count: int, seed: int) -> list[Task]:
-    """Return ``count`` tasks, which the seed determines.
+    """Return ``count`` tasks. The seed determines their questions.
 
-    Every fourth task has two turns, every eighth has three.
+    Every fourth task has a second question, and every eighth task also has a third.
     """
     chance = random.Random(seed)
     tasks = []

@@ -3,15 +3,15 @@
 A tiny model with random weights learns two tasks, one of them with a tool. SGLang samples from the
 model during training.
 
-Read ``run`` first, and there ``learn``: a program that trains with sglrl looks like this.
+Read the method ``learn`` in ``run`` first: a program that trains with sglrl looks like it.
 
 * ``tasks``: the tasks, the agent that runs them, and its tool;
-* ``letters``: the format of calls of the tool;
+* ``letters``: the format in which the model calls the tool;
 * ``trainer``: GRPO, with the functions of ``sglrl.rl``;
 * ``run``: runs rollouts, training and weight updates, and compares with synchronous steps;
 * ``replay``: checks trajectories token by token with Hugging Face transformers;
 * ``report``: the results as a struct, a table and a plot.
 
-In ``sglrl.tools``, ``tiny_model`` makes the model, and ``display`` shows progress on a terminal or
-as plain lines.
+``sglrl.launching.tiny_model`` makes the model. ``sglrl.tools.display`` shows progress on a terminal
+or as plain lines.
 """

@@ -1,6 +1,6 @@
-"""The format of the demo's calls: a turn of one letter calls the tool.
+"""The format of tool calls in the demo: a turn that is a single letter calls the tool.
 
-It is short, so that a policy with random weights soon finds it.
+The format is so short that a policy with random weights finds it soon.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from renderers.default import DefaultRenderer
 
 
 class LetterRenderer(DefaultRenderer):  # type: ignore[misc]
-    """Renders with the model's chat template, and parses letters as calls of ``look_up``."""
+    """Renders with the model's chat template, and parses a letter as a call of ``look_up``."""
 
     config_class = DefaultRendererConfig
 
@@ -25,7 +25,8 @@ class LetterRenderer(DefaultRenderer):  # type: ignore[misc]
         """Return the message of a turn.
 
         Args:
-            options: unused. A turn means the same after every prompt.
+            token_ids: the sampled tokens of the turn.
+            **options: not used, because the meaning of a turn does not depend on its prompt.
         """
         text = self._decode(token_ids, skip_special_tokens=True)
         if len(token_ids) != 1 or not text.isalpha():

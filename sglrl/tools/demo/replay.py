@@ -1,4 +1,7 @@
-"""Check the logprob of every sampled token with transformers and the weights of its version."""
+"""Check logprobs with Hugging Face transformers.
+
+The logprob of each token is computed again with the weights of the policy version that sampled it.
+"""
 
 from __future__ import annotations
 
@@ -19,16 +22,19 @@ def replay(
     trajectories: Sequence[Trajectory],
     tolerance: float,
 ) -> LogprobCheck:
-    """Compare the logprobs of sampled tokens with ``model``.
+    """Compare the logprobs of sampled tokens with the logprobs that ``model`` computes.
 
-    Each token is compared with the weights of its policy version. The weights of ``model`` change.
+    The logprob of each token is computed with the weights of its policy version.
 
-    The tokens must be sampled at temperature 1, with updates that use ``inflight="continue"``:
-    within a turn, KV cache entries of an older version stay; a new turn reuses no entries of older
-    versions.
+    The tokens must be sampled at temperature 1, and updates must use ``inflight="continue"``. The
+    KV cache entries of an older version then stay until the end of a turn. A new turn uses no
+    entries of older versions.
 
     Args:
+        model: a transformers model of the policy's architecture. This function changes its weights.
         versions: the weights of each policy version.
+        trajectories: the trajectories whose tokens are compared.
+        tolerance: the largest allowed difference of a logprob.
     """
     expected = [np.zeros(len(t.response_ids), np.float32) for t in trajectories]
     turns: dict[int, dict[int, list[tuple[int, Turn]]]] = {}
@@ -43,7 +49,7 @@ def replay(
                 of_version.setdefault(length, []).append((number, turn))
     for version, by_length in turns.items():
         model.load_state_dict(versions[version])
-        # Each batch has inputs of one length, so that there is no padding.
+        # All inputs of a batch have the same length, so that there is no padding.
         for length, members in by_length.items():
             rows = _logprobs(model, [trajectories[n].input_ids[:length] for n, _ in members])
             for (number, turn), row in zip(members, rows, strict=True):
@@ -70,8 +76,9 @@ def _mixed(
 ) -> NDArray[np.float32]:
     """Return the logprobs of a turn that several versions sampled.
 
-    The step that samples a token also computes the KV of all earlier tokens without KV. So the KV
-    of a sampled token comes from the version that sampled the token after it.
+    The step that samples a token also computes the KV cache entries of earlier tokens that have
+    none yet. The entry of a sampled token therefore comes from the version that sampled the next
+    token.
     """
     import torch
     from transformers import DynamicCache

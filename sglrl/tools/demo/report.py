@@ -12,9 +12,9 @@ from rich.text import Text
 from ..logprob_check import LogprobCheck
 
 WINDOW = 5
-"""Steps over which rewards are averaged, so that one lucky batch does not count as success."""
+"""Number of steps over which rewards are averaged, so that one lucky batch is not a success."""
 GOAL = 0.8
-"""Mean reward that every task must reach; the maximum is 1."""
+"""Mean reward that every task must reach. The maximum reward is 1."""
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,13 +23,13 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         version: policy version when the batch was taken.
         rewards: mean reward by task. A task may be missing from a batch.
-        staleness: mean over the groups of the age, in versions, of the group's oldest token.
+        staleness: age of a group's oldest token in versions, averaged over the groups.
         tokens: number of tokens that the policy sampled.
-        entropy: nats per sampled token.
+        entropy: mean entropy of the policy, in nats per sampled token.
         clipped: share of the tokens whose ratio was clipped.
         train_seconds: duration of the training step.
         update_seconds: duration of the weight update to the engines.
-        seconds: from the start of the command to the end of the step.
+        seconds: time from the start of the command to the end of the step.
     """
 
     version: int
@@ -49,9 +49,9 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         first: mean reward over the first ``WINDOW`` steps.
         last: mean reward over the last ``WINDOW`` steps.
-        goal_step: first step at which the mean over the previous ``WINDOW`` steps, this one
-            included, reached the goal; None if it never did.
-        goal_seconds: seconds from the start of the command to the end of that step, or None.
+        goal_step: first step at which the mean over the last ``WINDOW`` steps reached the goal.
+            None if it never did.
+        goal_seconds: seconds from the start of the command to the end of ``goal_step``, or None.
     """
 
     task: str
@@ -62,15 +62,14 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The duration of a step with rollouts that run ahead, and without.
+    """The duration of a step with rollouts that run ahead of the trainer, and without.
 
-    Each is the median over ``steps`` steps, in seconds. The first step of a run does not count,
-    because no rollout can run ahead of it.
+    The first step of a run does not count, because no rollout can run ahead of it.
 
     Attributes:
-        steps: number of steps of each kind.
-        asynchronous: seconds per step with rollouts that run ahead.
-        synchronous: seconds per step when the trainer waits for every batch.
+        steps: number of measured steps of each kind.
+        asynchronous: median of the seconds per step with rollouts that run ahead.
+        synchronous: median of the seconds per step when the trainer waits for every batch.
     """
 
     steps: int
@@ -87,7 +86,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         goal_within: time limit for the goal, from the start of the command.
-        failures: the requirements that the run did not meet (``judge``).
+        failures: the requirements that the run did not meet. ``judge`` sets them.
     """
 
     sglrl_version: str
@@ -127,9 +126,9 @@ def judge(report: Report) -> Report:
 
 
 def mean_rewards(steps: list[Step], task: str) -> list[float]:
-    """Return, for each step, the mean reward over the last ``WINDOW`` steps up to it.
+    """Return for each step the mean reward over the last ``WINDOW`` steps, this one included.
 
-    Steps without this task do not count. The mean over no steps is 0.
+    Steps without this task do not count. If no step counts, the mean is 0.
     """
     means = []
     for end in range(1, len(steps) + 1):

@@ -28,13 +28,13 @@ from .tasks import CHARACTERS, NAMES, TASKS, Agent, Shelf, items, session_argume
 
 GROUP_SIZE = 16
 GROUPS_PER_TASK = 16
-"""Groups of each task in a batch."""
+"""Number of groups of each task in a batch."""
 DONE = 0.86
-"""Mean reward of every task at which training stops. It exceeds the goal, which must still hold at
-the end."""
+"""Training stops when the mean reward of every task reaches this. It is higher than the goal,
+because the goal must still be met in the last steps."""
 REPLAYED = 8
-"""Trajectories of each batch to replay. The same number is added of trajectories that several
-versions sampled."""
+"""Number of trajectories of each batch to replay. As many trajectories that several versions
+sampled are replayed in addition."""
 COMPARED_STEPS = 10
 
 
@@ -42,11 +42,11 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a demo run.
 
     Attributes:
-        tasks: names from ``TASKS``.
+        tasks: the tasks to learn: names from ``TASKS``.
         steps: maximum number of weight updates.
         max_staleness: maximum age of a token, in policy versions. 0 trains synchronously.
         goal_within: time limit for the goal, in seconds from the start of the command.
-        compare: also time some steps with rollouts that run ahead, and as many without.
+        compare: whether to time some steps with rollouts that run ahead, and as many without.
     """
 
     tasks: tuple[str, ...] = TASKS
@@ -67,7 +67,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def batch_size(self) -> int:
-        """Groups in a batch."""
+        """Number of groups in a batch."""
         return GROUPS_PER_TASK * len(self.tasks)
 
 
@@ -92,7 +92,7 @@ class _Demo:
         self.kept: list[Trajectory] = []
 
     async def run(self, folder: str) -> Report:
-        # This imports torch, which the command line must not do before a run starts.
+        # The module imports torch. The command line must not import torch before a run starts.
         from .trainer import Trainer
 
         settings = self.settings
@@ -162,7 +162,7 @@ class _Demo:
         async with run:
             for _ in range(steps):
                 groups = await run.take(self.settings.batch_size, timeout=300)
-                # Rollouts continue meanwhile, because the trainer runs in a separate thread.
+                # The trainer runs in a separate thread, so rollouts continue meanwhile.
                 trained = await asyncio.to_thread(trainer.step, groups)
                 # Unfinished rollouts continue with the new weights.
                 update = await client.update_weights(trainer.model)
@@ -183,9 +183,9 @@ class _Demo:
                     break
 
     async def compare(self) -> Comparison:
-        """Time steps with rollouts that run ahead, and without.
+        """Measure the time of a step with rollouts that run ahead, and without.
 
-        The policy continues to learn. Questions and samples cost the same in both cases.
+        The policy continues to learn meanwhile. Questions and samples cost the same in both cases.
         """
         taken: tuple[list[float], list[float]] = [], []
         half = COMPARED_STEPS // 2
@@ -224,7 +224,7 @@ class _Demo:
     def _keep(self, groups: list[Group]) -> None:
         """Keep trajectories for the replay.
 
-        These are the first trajectory of some groups, and some trajectories that several versions
+        The kept trajectories are the first of each of some groups, and some that several versions
         sampled.
         """
         made = [t for group in groups for t in group.trajectories]

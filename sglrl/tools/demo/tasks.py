@@ -1,4 +1,7 @@
-"""Two tasks that a policy with random weights can learn: data set, agent and tool."""
+"""The two tasks of the demo: their data set, their agent and its tool.
+
+A policy with random weights can learn both tasks.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,15 @@ RENDERER = f"{__package__}.letters:LetterRenderer"
 
 
 class Shelf(Actor):
-    """The tool, in a separate process: returns the digits stored on a shelf under a name.
+    """The tool: returns the digits that a shelf stores under a name. Runs in a separate process.
 
-    A policy cannot know them without calling the tool, because every question has a different
+    A policy cannot know the digits without calling the tool, because every question has a different
     shelf.
     """
 
     @endpoint(idempotent=True)
     async def look_up(self, shelf: int, name: str) -> str:
-        """Return two digits. Sleeps for a random time, to act like a real tool."""
+        """Return two digits, after a random time like that of a real tool."""
         rng = random.Random(f"{shelf}/{name}")
         await asyncio.sleep(rng.uniform(*TOOL_SECONDS))
         return "".join(rng.choices(DIGITS, k=2))
@@ -52,16 +55,17 @@ def items(tasks: Sequence[str], seed: int) -> Iterator[dict[str, Any]]:
 
 def session_arguments(item: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of ``Client.session`` for an item."""
-    # The chat template has no place for tools. The renderer knows the only one.
+    # The chat template cannot show tools, so the renderer itself knows the only tool.
     calls = {"renderer": RENDERER} if item["task"] == "lookup" else {}
     return {"messages": item["messages"], **calls}
 
 
 class Agent:
-    """Runs either task. The maximum reward is 1.
+    """Runs an item of either task and returns its reward. The maximum reward is 1.
 
     Args:
-        names: the token ids of ``NAMES``. Each of them is a call, so it ends a turn.
+        shelf: the tool.
+        names: the token ids of ``NAMES``. Each of them is a tool call, so it ends a turn.
     """
 
     def __init__(self, shelf: ActorHandle, names: list[int]) -> None:
@@ -102,5 +106,5 @@ class Agent:
 
 
 def share(text: str, wanted: str) -> float:
-    """Return the share of the wanted characters that are in their place: 0..1."""
+    """Return the share of the wanted characters that are at the right position: 0..1."""
     return sum(a == b for a, b in zip(text, wanted, strict=False)) / len(wanted)

@@ -24,14 +24,15 @@ FULL_RATE_STEPS = 40
 """After this many steps, the learning rate falls as 1 / step. At the full rate, a policy that has
 learnt a task can lose it again."""
 ENTROPY_BONUS = 0.02
-"""Weight of the entropy in the loss. Keeps a policy that has found one answer trying others."""
+"""Weight of the entropy in the loss. It makes a policy that has found one answer try others."""
 
 
 class TrainStats(NamedTuple):
     """The statistics of one ``Trainer.step``.
 
     Attributes:
-        entropy: nats per sampled token.
+        policy: the statistics of the policy loss in the last epoch.
+        entropy: mean entropy of the policy, in nats per sampled token.
         seconds: duration of the step.
     """
 
@@ -43,14 +44,14 @@ class TrainStats(NamedTuple):
 class Trainer:
     """Holds and trains the policy.
 
-    ``versions[v]`` holds the weights of policy version v, for the later check of tokens.
+    ``versions[v]`` holds the weights of policy version v. ``replay`` checks tokens with them.
     """
 
     def __init__(self, folder: str, seed: int) -> None:
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(seed)
-        # An engine runs on the other core.
+        # Leave the other cores to the engines.
         torch.set_num_threads(1)
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         self.optimizer = torch.optim.AdamW(
@@ -69,15 +70,16 @@ class Trainer:
     def step(self, groups: Sequence[Group]) -> TrainStats:
         """Train on a batch.
 
-        The samples may come from older versions than the weights. The ratio and its clip are
-        relative to the logprobs with which the tokens were sampled.
+        The samples may come from older policy versions than the present weights. The ratio of the
+        loss is therefore relative to the logprobs with which the tokens were sampled.
         """
         begun = time.perf_counter()
         batch = stack([t for group in groups for t in group.trajectories])
-        # One advantage per turn: the second turn must not gain or lose by the quality of the first.
-        # With one advantage for both turns, some runs learn to call the tool perfectly but always
-        # give the same answer. No division by the standard deviation: if nearly all samples are
-        # right, the division exaggerates the others, and some runs keep a mistake forever.
+        # Each turn has an advantage of its own, so that the quality of the first turn does not
+        # affect the second. With one advantage for both turns, some runs learn to call the tool
+        # perfectly but always give the same answer. Advantages are not divided by the standard
+        # deviation. If nearly all samples are right, the division exaggerates the other samples,
+        # and some runs keep a mistake forever.
         sizes = [len(group.trajectories) for group in groups]
         advantages = turn_advantages(batch["rewards"], batch["turn_ids"], sizes, normalize=False)
         ids, mask = batch["input_ids"], batch["loss_mask"]

@@ -1,4 +1,4 @@
-"""The command ``sglrl eval``."""
+"""Declare the options of the command ``sglrl eval``, and run it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read the items of a jsonl file. A wrong line raises before anything starts."""
+"""Read the items of a jsonl file. A wrong line raises an error before the engines start."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from ...wire.codec import malformed
 PROMPTS: Final = ("prompt", "messages", "input_ids")
 """The fields of an item that can hold its prompt."""
 WRITTEN: Final = ("line", "samples")
-"""The fields that the output has in addition to those of the input."""
+"""The fields that the output has in addition to the fields of the input."""
 _MAX_TOKENS: Final = 1 << 31
-"""The vocabulary is not known before the engines start. This is the limit of an int32."""
+"""Limit of token ids, which are int32. The size of the vocabulary is known only later, when the
+engines have started."""
 
 
 class Item(msgspec.Struct, frozen=True):
     """One line of the input.
 
     Attributes:
-        line: its number, from 1.
-        place: file and line, for errors.
-        kind: the field that holds the prompt, from ``PROMPTS``.
+        line: the number of the line, from 1.
+        place: the file and the line number, for error messages.
+        kind: the name of the field that holds the prompt, from ``PROMPTS``.
         fields: all fields of the line.
     """
 
@@ -53,7 +54,7 @@ def read_items(path: Path) -> list[Item]:
             items.append(Item(number, place, _check(fields), fields))
         except InvalidRequest as error:
             raise InvalidRequest(f"{place}: {error.message}") from None
-        # Malformed JSON, bytes that are not UTF-8, or brackets too deep.
+        # The line is malformed JSON, is not UTF-8, or has too deep brackets.
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             why = malformed(error, line)
             raise InvalidRequest(f"{place}: the line is not a JSON object: {why}") from None
@@ -63,12 +64,12 @@ def read_items(path: Path) -> list[Item]:
 
 
 def prompt_fields(fields: dict[str, Any]) -> list[str]:
-    """Return the names of the given prompts. A null counts as not given."""
+    """Return which of ``PROMPTS`` the fields contain. A field with null does not count."""
     return [name for name in PROMPTS if fields.get(name) is not None]
 
 
 def _check(fields: dict[str, Any]) -> str:
-    """Check the fields of a line. Return which of them holds the prompt."""
+    """Check the fields of a line, and return the name of the field that holds the prompt."""
     given = prompt_fields(fields)
     if len(given) != 1:
         what = " and ".join(given) or "none of them"

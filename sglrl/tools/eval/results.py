@@ -1,10 +1,13 @@
-"""The output file: one JSON line per finished item, and a file beside it with the options.
+"""The output file of ``sglrl eval``, from which a run that was killed continues.
 
-A line holds all samples of an item. So the number of its first field is enough to know what is
-finished, and no sample of a half-finished item is ever in the file. ``OUTPUT.run`` holds the
-options. It is written while the output is empty, so a kill at any moment leaves one of three
-states: an empty output, which begins anew; whole lines; or whole lines and a part of a line, which
-is removed.
+Each finished item is one JSON line, which holds all samples of the item. The file never has some
+samples of an item without the others. The first field of a line is the item's line in the input, so
+these numbers show which items are finished.
+
+A second file ``OUTPUT.run`` holds the options. It is written while the output is still empty. A
+kill at any moment therefore leaves one of three states. If the output is empty, the next run begins
+anew. If it has whole lines, the next run continues. If a part of a line follows them, the next run
+removes this part and continues.
 """
 
 from __future__ import annotations
@@ -27,12 +30,12 @@ _ANEW: Final = "begin anew with --overwrite, or name another --output"
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the summary needs of a sample.
+    """The fields of a sample that the summary needs.
 
     Attributes:
-        finish_reason: as in ``Completion``.
+        finish_reason: the reason why the sample ended, as in ``Completion``.
         tokens: number of sampled tokens.
-        score: None without ``--score``.
+        score: the score. None without ``--score``.
     """
 
     finish_reason: str
@@ -41,10 +44,11 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Sample(Outcome, frozen=True, kw_only=True, omit_defaults=True):
-    """A sample as the output holds it.
+    """A sample as the output file holds it.
 
     Attributes:
-        output_ids, logprobs: of each sampled token. None without ``--logprobs``.
+        output_ids, logprobs: the id and the logprob of each sampled token. None without
+            ``--logprobs``.
     """
 
     text: str
@@ -56,16 +60,17 @@ class ResultsFile:
     """The output file, open and locked inside ``with``.
 
     Args:
-        options: the options that determine the samples and scores. They must be JSON.
+        path: the path of the file.
+        options: the options that determine the samples and scores. They must be JSON values.
         items: the items of the input.
         overwrite: remove the results of an earlier run.
 
     Attributes:
-        finished: the outcomes of the finished items, by the line of the item.
+        finished: the outcomes of each finished item, by the item's line in the input.
 
     Raises:
-        UsageError: on entering, if another process writes the file, if the options differ from
-            those of the earlier run, or if a finished item has changed since.
+        UsageError: on entering, if another process writes the file, if the earlier run had other
+            options, or if a finished item has changed in the input.
         OSError: on entering, if the file cannot be written.
     """
 
@@ -74,7 +79,7 @@ class ResultsFile:
     ) -> None:
         self.path = path
         self.finished: dict[int, list[Outcome]] = {}
-        # As a later run reads them.
+        # A later run reads the options from JSON, so they are compared in that form.
         self._options = msgspec.json.decode(msgspec.json.encode(options))
         self._items = {item.line: item for item in items}
         self._overwrite = overwrite
@@ -115,7 +120,10 @@ class ResultsFile:
         ]
 
     def _lock(self) -> None:
-        """Raise ``UsageError`` if another process has the lock. It ends with its process."""
+        """Lock the file. Raise ``UsageError`` if another process has it locked.
+
+        The lock is released when its process exits.
+        """
         # Some network file systems have no locks.
         with contextlib.suppress(OSError):
             try:
@@ -147,7 +155,7 @@ class ResultsFile:
             )
 
     def _load(self) -> None:
-        """Read the finished items, and remove a part of a line at the end."""
+        """Read the finished items, and remove an incomplete line at the end of the file."""
         end = 0
         self._file.seek(0)
         for number, line in enumerate(self._file, 1):

@@ -1,4 +1,4 @@
-"""Run an evaluation: read the items, sample those that are not finished, write, summarize."""
+"""Run an evaluation: read the items, sample the unfinished ones, write and summarize results."""
 
 from __future__ import annotations
 
@@ -32,13 +32,14 @@ class EvalSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of an evaluation.
 
     Attributes:
-        samples: samples per item.
-        sampling: its seed is the seed of the first sample of the input's first line. Every other
-            sample has another seed.
-        template: arguments of the chat template.
-        score: "module:function". None: no scores.
-        k: the k of pass@k. Empty: 1 and the powers of two up to ``samples``.
-        concurrency: samples in flight. None: as many as the engines run at once.
+        samples: number of samples per item.
+        sampling: the sampling parameters. The first sample of the first line uses their seed. Every
+            other sample uses a different seed that is derived from it.
+        template: the arguments of the chat template.
+        score: the score function, as "module:function". None: no scores.
+        k: the values of k for pass@k. Empty: the powers of two from 1 up to ``samples``.
+        concurrency: maximum number of samples in flight. None: the number of calls that the engines
+            run at once.
         more: other arguments of ``launch``.
     """
 
@@ -70,7 +71,7 @@ class EvalSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def result_options(self) -> dict[str, Any]:
-        """The options that determine samples and scores. A later run must have the same."""
+        """The options that determine samples and scores. A run that continues must have them."""
         return {
             "model": self.model,
             "engine": self.engine,
@@ -115,7 +116,7 @@ def run_eval(settings: EvalSettings, console: Console) -> Summary:
 
 
 class _Run:
-    """The sampling of the items that are left."""
+    """Samples the unfinished items, and writes their results."""
 
     def __init__(
         self,
@@ -150,7 +151,7 @@ class _Run:
                 self._client: Client = await stack.enter_async_context(client)
                 # Load the tokenizer here, so that its loading does not count as sampling.
                 await asyncio.to_thread(lambda: client.tokenizer)
-            # By default, a window is twice as large as the number of calls that its engine runs.
+            # By default, a worker's window is twice the number of calls that its engine runs.
             at_once = sum(worker.window for worker in client.workers) // 2
             self._room = asyncio.Semaphore(s.concurrency or max(1, at_once))
             self._begun = time.perf_counter()
@@ -182,7 +183,7 @@ class _Run:
         return np.frombuffer(ids, "<i4")
 
     async def _sample(self, item: Item, prompt: NDArray[np.int32], number: int) -> Sample:
-        """Make and score one sample, and return its room."""
+        """Make and score one sample, and then free its place for another sample."""
         s = self._settings
         seed = s.sampling.seed
         if seed is not None:
@@ -218,7 +219,7 @@ class _Run:
 
 @contextmanager
 def _naming(item: Item) -> Iterator[None]:
-    """Put the line of the item into an error about its prompt."""
+    """Add the place of the item in the input to an error that the block raises."""
     try:
         yield
     except (UsageError, EngineError) as error:

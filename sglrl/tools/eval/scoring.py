@@ -1,4 +1,4 @@
-"""Find the user's score function and call it."""
+"""Import the user's score function and call it."""
 
 from __future__ import annotations
 
@@ -18,13 +18,15 @@ from .items import Item
 
 
 class Score:
-    """The function ``score(item, text) -> float | bool``, sync or async, of a user's module.
+    """The score function from a user's module: ``score(item, text) -> float | bool``.
+
+    The function may be async.
 
     Args:
-        spec: "module:function". The module may be in the current folder.
+        spec: the function, as "module:function". The module may be in the current folder.
 
     Raises:
-        UsageError: the function cannot be imported, or has other parameters.
+        UsageError: the function cannot be imported, or does not accept these arguments.
     """
 
     def __init__(self, spec: str) -> None:
@@ -34,15 +36,15 @@ class Score:
     async def __call__(self, item: Item, text: str) -> float:
         """Return the score of a sample.
 
-        A function that is not async runs on the event loop, so it need not be thread-safe and may
-        use signals. The engines continue meanwhile.
+        A function that is not async runs on the thread of the event loop, so it need not be
+        thread-safe and may use signals. The engines continue to generate meanwhile.
 
         Raises:
             SglrlError: the function raised an exception, or returned no finite number.
         """
         name = f"{item.place}: --score {self._spec}"
         try:
-            # A copy: the output must have the fields of the input.
+            # The function receives a copy, because the output must have the fields of the input.
             passed = self._function(copy.deepcopy(item.fields), text)
             if inspect.isawaitable(passed):
                 passed = await passed
@@ -54,7 +56,7 @@ class Score:
                 raise
             raise SglrlError(f"{name} was cancelled by something that it awaited") from error
         try:
-            # Numbers of numpy and torch too, but no text.
+            # This accepts numbers of numpy and torch too, but no text.
             value = float(passed) if hasattr(passed, "__float__") else math.nan
         except (TypeError, ValueError, OverflowError, RuntimeError):
             value = math.nan
@@ -67,7 +69,7 @@ def _find(spec: str) -> Callable[[dict[str, Any], str], Any]:
     module_name, _, name = spec.partition(":")
     if not module_name or not name:
         raise UsageError(f"--score must be module:function, got {spec!r}")
-    # The installed command starts with its own folder on the path, not with the user's.
+    # The path of the installed command does not contain the current folder.
     folder = os.getcwd()
     if folder not in sys.path:
         sys.path.insert(0, folder)
@@ -84,7 +86,7 @@ def _find(spec: str) -> Callable[[dict[str, Any], str], Any]:
     try:
         inspect.signature(function).bind({}, "")
     except ValueError:
-        pass  # A built-in function without a signature.
+        pass  # Some built-in functions have no signature.
     except TypeError as error:
         raise UsageError(
             f"--score {spec} is called with the item and the text of a sample: {error}"
@@ -93,7 +95,7 @@ def _find(spec: str) -> Callable[[dict[str, Any], str], Any]:
 
 
 def _traceback(error: BaseException) -> str:
-    """Return the traceback without the frames of this file and of Python's import."""
+    """Return the traceback without the frames of this file and of Python's import system."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)

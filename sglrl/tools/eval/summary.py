@@ -1,4 +1,4 @@
-"""The summary of an evaluation: a struct, which ``--json`` prints, and a table made from it."""
+"""The summary of an evaluation: a struct, which ``--json`` prints, and a table for a terminal."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ PASSED = 1.0
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """The results of all items, including those of earlier runs.
+    """The results of all items, including the items that earlier runs finished.
 
     Attributes:
-        mean_score: mean over all samples. None without ``--score``.
-        pass_at_k: by k, the mean over all items of the unbiased estimate. Empty without
-            ``--score``.
+        mean_score: mean score of all samples. None without ``--score``.
+        pass_at_k: for each k, the unbiased estimate of pass@k, averaged over all items. Empty
+            without ``--score``.
         truncated: share of the samples that ended at their maximum length, 0..1.
         tokens: number of sampled tokens.
-        seconds: duration of the last run, without its start.
-        tokens_per_second: sampled tokens of the last run per second. None if it sampled nothing.
+        seconds: duration of the last run, without the start of its engines.
+        tokens_per_second: tokens per second that the last run sampled. None if it sampled nothing.
     """
 
     items: int
@@ -49,7 +49,8 @@ def summarize(
     """Summarize the outcomes of the items.
 
     Args:
-        ks: the k of pass@k. Not used without scores.
+        finished: the outcomes of all samples of each item.
+        ks: the values of k for pass@k. They are not used without scores.
         new_tokens: number of tokens that this run has sampled.
         seconds: duration of this run.
     """
@@ -57,7 +58,7 @@ def summarize(
     scores = [outcome.score for outcome in outcomes if outcome.score is not None]
     passed = [sum((o.score or 0.0) >= PASSED for o in item) for item in finished]
     counts = [*zip(map(len, finished), passed, strict=True)]
-    # fsum, because the order of the items differs between runs and must not change the result.
+    # The order of the items differs between runs. With ``fsum``, it does not change the result.
     return Summary(
         items=len(finished),
         samples=len(outcomes),
