@@ -1,7 +1,7 @@
-"""Fields that are accepted although they have no effect: one table for each dialect.
+"""Fields of requests that are accepted although they have no effect, in a table for each dialect.
 
-A field that asks for nothing that the gateway could do differently is accepted. All other fields
-that are not supported are rejected. The tables have the fields of the schemas of OpenAI's and
+An unsupported field is accepted if its value asks for nothing, or if the answer does not depend on
+it. Otherwise the request is rejected. The tables contain the fields of the schemas of OpenAI's and
 Anthropic's libraries, and of SGLang's and vLLM's servers.
 """
 
@@ -12,30 +12,32 @@ from difflib import get_close_matches
 from typing import Any, Final, NamedTuple
 
 ANY: Final[Sequence[Any]] = (object(),)
-"""Every value of the field is harmless."""
+"""Stands for all values: every value of the field is accepted."""
 _NOTHING: Final[Sequence[Any]] = (None, False, [], {}, "")
-"""Values that ask for nothing, of all fields."""
+"""The values that ask for nothing in a field that no table lists."""
 
 
 class Fields(NamedTuple):
-    """The fields of a dialect that are not supported.
+    """The unsupported fields of a dialect.
 
-    Names of fields within a part of the request have the path of the part: ``tools[].strict``.
+    The name of a field within a part of the request includes the path of the part, as in
+    ``tools[].strict``.
 
     Attributes:
-        harmless: by field, the values besides null that ask for nothing, or ``ANY``. Of all other
-            fields: null, false and empty values.
-        instead: by field, the one that takes its place.
+        harmless: for each field, the values besides null that are accepted, or ``ANY``. In fields
+            that are not listed, null, false and empty values are accepted.
+        instead: for each field, what to use in its place.
     """
 
     harmless: Mapping[str, Sequence[Any]] = {}
     instead: Mapping[str, str] = {}
 
     def accepts(self, name: str, value: Any) -> bool:
-        """Return whether a field that is not supported asks for nothing.
+        """Return whether a value of an unsupported field is accepted.
 
         Args:
-            name: with the path of its part.
+            name: the name of the field, with the path of its part.
+            value: the value of the field.
         """
         values = self.harmless.get(name, _NOTHING)
         if values is ANY or value is None:
@@ -43,11 +45,12 @@ class Fields(NamedTuple):
         return any(type(value) is type(one) and value == one for one in values)
 
     def hint(self, path: str, name: str, known: Sequence[str]) -> str:
-        """Return what to send in place of a field, as the end of an error; "" if there is nothing.
+        """Return the end of an error message: what to send in place of a field, or "".
 
         Args:
-            path: of the part with the field, as in the tables.
-            known: the fields that are supported there.
+            path: the path of the part with the field, as in the tables.
+            name: the name of the unsupported field.
+            known: the names of the supported fields of the part.
         """
         if other := self.instead.get(path + name):
             return f"; use {other}"
@@ -63,9 +66,9 @@ _OPENAI: Final = _any(
     *("cache_salt", "metadata", "prompt_cache_key", "prompt_cache_options"),
     *("prompt_cache_retention", "safety_identifier", "service_tier", "store", "user"),
 )
-"""Accounting and caching: they do not change the answer."""
+"""Fields for accounting and caching, which do not change the answer."""
 _SERVERS: Final[dict[str, Sequence[Any]]] = {
-    # The defaults of SGLang's and vLLM's servers, and hints for their scheduling.
+    # These values are defaults of SGLang's and vLLM's servers, or hints for their scheduling.
     **_any("custom_labels", "extra_key", "routed_dp_rank", "session_id"),
     **_any("spaces_between_special_tokens"),
     "best_of": (1,),
@@ -84,7 +87,7 @@ CHAT_FIELDS: Final = Fields(
     {
         **_OPENAI,
         **_SERVERS,
-        # Text that the client expects, to speed sampling up.
+        # The text that the client expects. A server may use it to sample faster.
         **_any("prediction"),
         "add_generation_prompt": (True,),
         "include_reasoning": (True,),
@@ -113,12 +116,12 @@ RESPONSE_FIELDS: Final = Fields(
     {
         **_OPENAI,
         **_any("access_programs", "background_options", "client_metadata", "extra_key"),
-        # They limit or describe the work of tools that OpenAI runs.
+        # These fields limit or describe the work of tools that OpenAI runs.
         **_any("image", "max_tool_calls"),
         **_any("tools[].strict", "tools[].defer_loading", "tools[].output_schema"),
         "tools[].allowed_callers": ([], ["direct"]),
         "truncation": ("disabled",),
-        # Whole reasoning is returned as text, and clients may return it or not.
+        # The answer always has the whole reasoning as text. Clients need not send it back.
         **_any("reasoning.context", "reasoning.generate_summary", "reasoning.summary"),
         "reasoning.mode": ("standard",),
     },
@@ -132,10 +135,10 @@ RESPONSE_FIELDS: Final = Fields(
 )
 ANTHROPIC_FIELDS: Final = Fields(
     {
-        # Accounting and caching: they do not change the answer.
+        # Fields for accounting and caching do not change the answer.
         **_any("cache_control", "metadata", "service_tier", "inference_geo", "user_profile_id"),
         **_any("billing_policy", "diagnostics", "workspace_id", "betas", "fallback_credit_token"),
-        # Other models for requests that this one refuses, which it never does.
+        # The models to use if this model refuses a request. The gateway never refuses one.
         **_any("fallbacks"),
         "context_management": (
             {},
@@ -148,7 +151,7 @@ ANTHROPIC_FIELDS: Final = Fields(
         "content[].caller": ({"type": "direct"},),
         **_any("tools[].cache_control", "tools[].eager_input_streaming", "tools[].strict"),
         "tools[].allowed_callers": ([], ["direct"]),
-        # Only the template decides how much the model thinks.
+        # The budgets have no effect. Only the chat template decides how much the model thinks.
         **_any("thinking.budget_tokens", "output_config.task_budget"),
     },
     {"output_format": "output_config.format"},
@@ -185,7 +188,7 @@ VLLM_FIELDS: Final = Fields(
         },
         "sampling_params.best_of": (1,),
         "sampling_params.length_penalty": (1, 1.0),
-        # A shorter form of the logprobs, which servers may leave out.
+        # This asks for a shorter form of the logprobs. A server need not support it.
         "sampling_params.extra_args": (
             {"prl_compact_logprobs": True},
             {"prl_compact_logprobs": False},

@@ -1,4 +1,4 @@
-"""The keys, bodies and errors of requests."""
+"""Check the keys of requests, read their bodies, and answer with errors."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Access:
-    """Finds the session of a request, reads its body, and counts it.
+    """Finds the sessions of requests, reads their bodies, and counts the requests.
 
     Args:
         registry: the open sessions.
+        settings: the gateway's key and limits.
         metrics: counts the requests.
     """
 
@@ -47,10 +48,12 @@ class Access:
         """Return a route that counts requests, and answers with an error if ``handler`` raises.
 
         Args:
-            path: for the metrics.
-            error: makes the body of an answer with an error.
-            at: where the endpoint is; "": at ``path``.
-            described: what else an ``ApiRoute`` takes.
+            path: the path by which the metrics count the requests.
+            handler: answers the requests.
+            methods: the HTTP methods of the endpoint.
+            error: makes the body of an answer from an error.
+            at: the path of the endpoint. "": ``path``.
+            **described: the other arguments of ``ApiRoute``.
         """
 
         async def run(request: Request) -> Response:
@@ -103,13 +106,13 @@ class Access:
         """Return the body of a request.
 
         Raises:
-            HttpError: it is too long, or takes too long.
+            HttpError: the body is too large, or takes too long to arrive.
         """
         return await read_body(request, self._settings)
 
 
 async def read_body(request: Request, settings: Settings) -> bytes:
-    """See ``Access.body``."""
+    """Return the body of a request, as ``Access.body`` does."""
     most, seconds = settings.max_body_bytes, settings.body_seconds
     parts, size = [], 0
     try:
@@ -125,10 +128,12 @@ async def read_body(request: Request, settings: Settings) -> bytes:
 
 
 async def unless_disconnected(request: Request, answer: Coroutine[Any, Any, _T]) -> _T:
-    """Wait for an answer, or for its beginning. The body of the request was read before.
+    """Wait for an answer, or for the start of a stream, unless the client disconnects.
+
+    The body of the request must have been read before.
 
     Raises:
-        ClientDisconnect: the client has disconnected before.
+        ClientDisconnect: the client has disconnected before there was an answer.
     """
     waiting = asyncio.ensure_future(answer)
     leaving = asyncio.ensure_future(_disconnected(request))
@@ -143,7 +148,7 @@ async def unless_disconnected(request: Request, answer: Coroutine[Any, Any, _T])
 
 
 async def _disconnected(request: Request) -> None:
-    """Return when the client disconnects."""
+    """Wait until the client disconnects."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -155,14 +160,15 @@ def key_of(request: Request) -> str:
 
 
 def error_response(error: HttpError, body: Any = openai_error) -> Response:
-    """Return the answer with an error.
+    """Return the answer for an error.
 
     Args:
-        body: makes it, from the error.
+        error: the error.
+        body: makes the body of the answer from the error.
     """
     headers = {"retry-after": str(RETRY_SECONDS)} if error.status == 429 else {}
     if error.status == 408:
-        # The rest of the request is not read.
+        # The rest of the request is not read, so the connection cannot be used again.
         headers = {"connection": "close"}
     return json_response(body(error), error.status, headers)
 
@@ -170,5 +176,5 @@ def error_response(error: HttpError, body: Any = openai_error) -> Response:
 def json_response(
     content: Any, status: int = 200, headers: dict[str, str] | None = None
 ) -> Response:
-    """Return an answer with JSON."""
+    """Return an answer with a JSON body."""
     return Response(encode(content), status, headers, "application/json")

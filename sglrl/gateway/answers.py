@@ -1,4 +1,4 @@
-"""Parts of answers that several dialects have."""
+"""Make the parts of answers that several dialects have in common."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ logger = logging.getLogger("sglrl.gateway")
 def message_of(completion: Completion, ids: str = "") -> Message:
     """Return the message of a turn, as in OpenAI's chat completions.
 
-    The stop string at the end is removed. Calls that are not valid are part of the content.
+    The stop string at the end is removed. Tool calls that are not valid stay part of the content.
 
     Args:
-        ids: begins the ids of calls.
+        completion: the turn.
+        ids: a prefix for the ids of tool calls.
     """
     message = completion.message.as_dict()
     content, stop = message["content"], completion.stop_match
@@ -45,7 +46,7 @@ def message_of(completion: Completion, ids: str = "") -> Message:
 
 
 def cuts_call(completion: Completion) -> bool:
-    """Return whether a turn ended within a call of a tool, before the model ended it."""
+    """Return whether a turn was cut off within a tool call."""
     cut = completion.finish_reason in ("length", "abort")
     return cut and any(call.error for call in completion.tool_calls)
 
@@ -56,7 +57,7 @@ def token_text(completion: Completion, token: int, as_ids: bool) -> str:
 
 
 def json_text(value: Any) -> str:
-    """Return JSON that can be a part of other JSON, even with half of a surrogate pair in it."""
+    """Return a value as JSON text that can be encoded, also if the value has a lone surrogate."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
@@ -69,7 +70,7 @@ def unsent(message: Message, part: Part, sent: Mapping[Part, str]) -> str:
     """Return the text of a part of a message that a stream has not sent yet."""
     whole, before = message.get(part) or "", sent.get(part, "")
     if not whole.startswith(before):
-        # Some parsers keep white space at the beginning, which was not sent.
+        # Some parsers keep white space at the beginning of a part, but streams do not send it.
         whole = whole.lstrip()
     if not whole.startswith(before):
         logger.error("a stream sent %r of %r", before, whole)
@@ -78,14 +79,18 @@ def unsent(message: Message, part: Part, sent: Mapping[Part, str]) -> str:
 
 
 def token_counts(completions: Sequence[Completion]) -> tuple[int, int, int]:
-    """Return the numbers of tokens of the choices of a prompt: in it, sampled, and cached."""
+    """Return the number of prompt tokens, of sampled tokens, and of cached prompt tokens.
+
+    Args:
+        completions: all choices of one prompt.
+    """
     prompt = completions[0].prompt_tokens
     sampled = sum(len(one.output_ids) for one in completions)
     return prompt, sampled, min(completions[0].cached_tokens, prompt)
 
 
 def weight_versions(completion: Completion) -> list[dict[str, int]]:
-    """Return the policy versions of the tokens, in the format of SGLang and vLLM."""
+    """Return the policy versions of a completion's tokens, in the format of SGLang and vLLM."""
     return [
         {"version": span.version, "start": span.start, "end": span.stop}
         for span in completion.versions

@@ -33,7 +33,7 @@ from .errors import HttpError
 from .sampling_body import sampling_fields
 
 COUNT_PATH: Final = "/v1/messages/count_tokens"
-"""The endpoint that counts the tokens of a prompt, without the prefix of a session."""
+"""The path of the endpoint that counts the tokens of a prompt, without "/sessions/ID"."""
 _ERRORS: Final = {
     401: "authentication_error",
     403: "permission_error",
@@ -43,21 +43,23 @@ _ERRORS: Final = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-"""Types of errors, by status. https://docs.anthropic.com/en/api/errors"""
+"""The type of an error for each HTTP status. https://docs.anthropic.com/en/api/errors"""
 _DISPLAYS: Final = (None, "summarized", "updates", "omitted")
-"""Values of ``thinking.display``. Answers have the whole reasoning, or none of its text."""
+"""Values of ``thinking.display``. With "omitted", an answer has no text of the reasoning. With all
+other values, it has the whole reasoning."""
 _SIGNATURE: Final = "sglrl"
-"""The signature of reasoning. Clients expect one and send it back. Nothing is signed."""
+"""The signature of all reasoning. Clients expect a signature and send it back. It is not
+checked."""
 _BLOCKS: Final[dict[Part, tuple[str, str]]] = {
     "reasoning_content": ("thinking", "thinking_delta"),
     "content": ("text", "text_delta"),
 }
-"""The types of a block and of its deltas, by part of the message. A block has its text in a field
-that is called like its type."""
+"""For each part of a message, the type of its block and the type of the block's deltas. The field
+with the text of a block has the same name as the block's type."""
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
-    """``tool_choice``."""
+    """The field ``tool_choice``."""
 
     type: Literal["auto", "any", "tool", "none"] = "auto"
     name: str | None = None
@@ -65,21 +67,21 @@ class ToolChoice(msgspec.Struct, frozen=True):
 
 
 class Thinking(msgspec.Struct, frozen=True):
-    """``thinking``."""
+    """The field ``thinking``."""
 
     type: Literal["adaptive", "between_tools", "enabled", "disabled"]
     display: str | None = None
 
 
 class OutputFormat(msgspec.Struct, frozen=True):
-    """``output_config.format``."""
+    """The field ``output_config.format``."""
 
     type: Literal["json_schema"]
     schema: dict[str, Any]
 
 
 class OutputConfig(msgspec.Struct, frozen=True):
-    """``output_config``."""
+    """The field ``output_config``."""
 
     format: OutputFormat | None = None
     effort: str | None = None
@@ -87,7 +89,7 @@ class OutputConfig(msgspec.Struct, frozen=True):
 
 @sampling_fields("anthropic")
 class MessagesRequest(FlatBody, frozen=True, kw_only=True):
-    """The body of a request."""
+    """The body of a request of Anthropic's Messages API."""
 
     messages: list[InputMessage]
     model: str = ""
@@ -128,7 +130,7 @@ class MessagesRequest(FlatBody, frozen=True, kw_only=True):
         return MessagesAnswer(f"msg_{secrets.token_hex(12)}", model, self, call_ids)
 
     def _effort(self) -> str | None:
-        """Return the effort as in OpenAI's APIs: "none" if there is no thinking."""
+        """Return the effort as in OpenAI's APIs. It is "none" if thinking is disabled."""
         if self.thinking is not None and self.thinking.type == "disabled":
             return "none"
         return None if self.output_config is None else self.output_config.effort
@@ -138,8 +140,8 @@ def parse(body: bytes) -> MessagesRequest:
     """Parse the body of a request.
 
     Raises:
-        InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
-            is not supported.
+        InvalidRequest: the body is not JSON, a field has a wrong type, or a field asks for
+            something that is not supported.
     """
     return decode_body(body, MessagesRequest, ANTHROPIC_FIELDS)
 
@@ -172,19 +174,19 @@ def _grammar(config: OutputConfig | None) -> dict[str, Any]:
 
 
 def anthropic_error(error: HttpError) -> dict[str, Any]:
-    """Return the body of an error."""
+    """Return the body of an answer for an error."""
     kind = _ERRORS.get(error.status)
     if kind is None:
         kind = "api_error" if error.status >= 500 else "invalid_request_error"
     message = str(error)
     if error.code == "context_length_exceeded":
-        # Agents look for these words to shorten a conversation.
+        # Agents that read these words shorten the conversation.
         message = f"prompt is too long: {message}"
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
 def usage_of(completion: Completion) -> dict[str, int]:
-    """Return the ``usage`` of an answer. Its input tokens are those that were not cached."""
+    """Return the ``usage`` of an answer. Its input tokens do not include cached tokens."""
     prompt, sampled, cached = token_counts([completion])
     return {
         "input_tokens": prompt - cached,
@@ -195,10 +197,10 @@ def usage_of(completion: Completion) -> dict[str, int]:
 
 
 def texts_of(message: Message) -> dict[Part, str]:
-    """Return the parts of a message that become blocks.
+    """Return the text of each part of a message that becomes a block.
 
-    White space alone becomes no block. An answer without any block gets an empty text, because many
-    agents read the first block.
+    A part of only white space becomes no block. An answer that would have no block has one with an
+    empty text, because many agents read the first block.
     """
     parts = {part: message.get(part) or "" for part in _BLOCKS}
     texts = {part: text for part, text in parts.items() if text.strip()}
@@ -206,13 +208,16 @@ def texts_of(message: Message) -> dict[Part, str]:
 
 
 class MessagesAnswer:
-    """See ``Answer``. It makes one answer, because the blocks of a stream are numbered.
+    """Makes the answer to a request of Anthropic's Messages API. See ``Answer``.
+
+    An object makes only one answer, because it numbers the blocks of the stream.
 
     Args:
-        id_: of the answer.
-        model: name of the model.
+        id_: the id of the answer.
+        model: the name of the model.
         request: the body of the request.
-        call_ids: begins the ids of calls. Those of a session are different anyway.
+        call_ids: a prefix that makes the ids of tool calls unique. "": they are unique within the
+            session.
     """
 
     def __init__(self, id_: str, model: str, request: MessagesRequest, call_ids: str = "") -> None:
@@ -221,9 +226,9 @@ class MessagesAnswer:
         self._request = request
         self._call_ids = call_ids
         self._block = -1
-        """Number of the last block of the stream."""
+        """The number of the last block of the stream."""
         self._part: Part | None = None
-        """The part of the message that this block has, unless the block has ended."""
+        """The part of the message in the open block. None: no block with a part is open."""
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return an object of type "message"."""
@@ -242,7 +247,7 @@ class MessagesAnswer:
         return self._message(content, end, usage_of(completion))
 
     def begin(self) -> bytes:
-        # The numbers of tokens are known at the end, and are part of the event message_delta.
+        # The numbers of tokens are known at the end. The event message_delta contains them.
         nothing = {"stop_reason": None, "stop_sequence": None}
         message = self._message([], nothing, {"input_tokens": 0, "output_tokens": 0})
         return _event("message_start", message=message)
@@ -258,7 +263,7 @@ class MessagesAnswer:
         return events + (self._delta({"type": delta, kind: added}) if sends else b"")
 
     def _omits(self, part: Part) -> bool:
-        """Return whether the client wants no text of this part."""
+        """Return whether the client wants the text of this part to be left out."""
         thinking = self._request.thinking
         omits = thinking is not None and thinking.display == "omitted"
         return omits and part == "reasoning_content"
@@ -269,7 +274,7 @@ class MessagesAnswer:
         events = b""
         for part in texts_of(message):
             if part == "reasoning_content" and "content" in before:
-                # This block has ended. Only white space was not sent.
+                # The block of the reasoning has ended. Only white space was not sent.
                 continue
             events += self.text(0, part, unsent(message, part, before))
         events += self._close()
@@ -307,7 +312,7 @@ class MessagesAnswer:
             reached = most is not None and len(completion.output_ids) >= most
             stop = "max_tokens" if reached else "model_context_window_exceeded"
         elif completion.finish_reason == "abort":
-            # The nearest of Anthropic's reasons: the answer may be continued.
+            # This is the nearest of Anthropic's reasons. It means that the answer may be continued.
             stop = "pause_turn"
         elif isinstance(completion.stop_match, str):
             stop, match = "stop_sequence", completion.stop_match
@@ -329,7 +334,7 @@ class MessagesAnswer:
         return _event("content_block_delta", index=self._block, delta=delta)
 
     def _close(self) -> bytes:
-        """End the block of a part of the message, if there is one."""
+        """End the block that contains a part of the message, if one is open."""
         part, self._part = self._part, None
         if part is None:
             return b""
@@ -344,7 +349,7 @@ def _tool_use(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _input_of(call: Mapping[str, Any]) -> str:
-    """Return the arguments of a call as JSON. Its standard has no NaN and no infinity."""
+    """Return the arguments of a tool call as standard JSON, which has no NaN and no infinity."""
     arguments = json.loads(call["function"]["arguments"], parse_constant=lambda name: None)
     return json.dumps(arguments)
 

@@ -1,4 +1,4 @@
-"""Convert messages of Anthropic's API to the form of OpenAI's.
+"""Convert messages of Anthropic's API to messages of OpenAI's API.
 
 https://docs.anthropic.com/en/api/messages
 """
@@ -17,30 +17,30 @@ from .anthropic_tools import Tools, described, tool_of
 from .dialect import Message, convert_fields
 
 Content = str | list[dict[str, Any]]
-"""Text, or blocks."""
+"""The content of a message: text, or a list of blocks."""
 
 _ACCOUNTING: Final = "x-anthropic-billing-header:"
-"""Begins a line that some clients put before the system prompt, for the accounting of Anthropic's
-servers. It changes with every request, so each turn would begin another conversation.
-https://github.com/sgl-project/sglang/pull/21064"""
+"""The start of a line that some clients put before the system prompt, for the accounting of
+Anthropic's servers. The line is removed. It changes with every request, so each turn would
+otherwise begin a new conversation. https://github.com/sgl-project/sglang/pull/21064"""
 
 
 class InputMessage(msgspec.Struct, frozen=True):
-    """An item of ``messages``."""
+    """An item of the field ``messages``."""
 
     role: Literal["user", "assistant", "system"]
     content: Content | None = None
 
 
 class TextBlock(msgspec.Struct, frozen=True):
-    """Text."""
+    """A block of text."""
 
     type: str
     text: str
 
 
 class ThinkingBlock(msgspec.Struct, frozen=True):
-    """Reasoning. Nothing is signed, so the signature is not checked."""
+    """A block of reasoning. Its signature is not checked, because the gateway signs nothing."""
 
     type: str
     thinking: str
@@ -48,7 +48,7 @@ class ThinkingBlock(msgspec.Struct, frozen=True):
 
 
 class ToolUseBlock(msgspec.Struct, frozen=True):
-    """A call of a tool."""
+    """A block with a tool call."""
 
     type: str
     id: str
@@ -57,7 +57,7 @@ class ToolUseBlock(msgspec.Struct, frozen=True):
 
 
 class ToolResultBlock(msgspec.Struct, frozen=True):
-    """The result of a call."""
+    """A block with the result of a tool call."""
 
     type: str
     tool_use_id: str
@@ -66,14 +66,14 @@ class ToolResultBlock(msgspec.Struct, frozen=True):
 
 
 class ToolReferenceBlock(msgspec.Struct, frozen=True):
-    """The name of a deferred tool, which the model sees from here on."""
+    """A block that names a deferred tool. The model sees the tool from here on."""
 
     type: str
     tool_name: str
 
 
 class ToolChangeBlock(msgspec.Struct, frozen=True):
-    """A tool that there is from here on, or no longer."""
+    """A block that adds a tool, or removes a tool, from here on."""
 
     type: str
     tool: dict[str, Any]
@@ -102,7 +102,8 @@ _ALLOWED: Final = {
     "tool": ("text", "tool_reference"),
     "user": ("text", "tool_result"),
 }
-"""The types of blocks that a message may have, by its role. A result is one of the role "tool"."""
+"""For each role, the types of blocks that a message may have. The role "tool" stands for the result
+of a tool call."""
 
 
 def openai_messages(
@@ -110,13 +111,13 @@ def openai_messages(
 ) -> list[Message]:
     """Return a conversation as messages of OpenAI's chat completions.
 
-    Adjacent messages of the same role are one, and so are adjacent blocks of text. Their texts are
-    joined without a separator, as in ``check_conversation``. Tools that messages describe are added
-    to ``tools.described``.
+    Adjacent messages of the same role become one message, and adjacent blocks of text become one
+    text. Texts are joined without a separator, as in ``check_conversation``. Tools that messages
+    describe are added to ``tools.described``.
 
     Raises:
-        InvalidRequest: there are no messages, or a block is wrong or of a type that is not
-            supported. Or the conversation ends with an answer, which Anthropic's API continues.
+        InvalidRequest: there are no messages, a block is wrong or has an unsupported type, or the
+            conversation ends with an answer, which Anthropic's API would continue.
     """
     if not messages:
         raise InvalidRequest("messages is empty")
@@ -145,7 +146,7 @@ class _Reader:
     """Reads the content of messages.
 
     Args:
-        tools: of the request.
+        tools: the tools of the request.
     """
 
     def __init__(self, tools: Tools) -> None:
@@ -173,7 +174,7 @@ class _Reader:
         return blocks
 
     def _changed(self, block: ToolChangeBlock, where: str) -> str:
-        """Return the text that stands for a tool that there is from here on, or no longer."""
+        """Return the text that shows the model that a tool was added or removed."""
         given = block.tool.get("definition")
         if block.tool.get("type") == "tool_definition" and isinstance(given, Mapping):
             function = tool_of(given, f"{where}.tool.definition").as_function()
@@ -198,7 +199,7 @@ class _Reader:
         return function
 
     def system(self, content: Content) -> str:
-        """Return the text of a system prompt, without the line for accounting."""
+        """Return the text of a system prompt, without the line that begins with _ACCOUNTING."""
         blocks = self.blocks(content, "system", "system") if content else []
         first, rest = _joined(blocks[:1]), _joined(blocks[1:])
         if first.startswith(_ACCOUNTING):
@@ -206,7 +207,7 @@ class _Reader:
         return first + rest
 
     def inputs(self, role: str, blocks: Sequence[Block]) -> list[Message]:
-        """Return the messages before an answer: results of tools, and text, in the given order."""
+        """Return the messages of the user or the system: tool results and text, in order."""
         messages: list[Message] = []
         for is_text, several in groupby(blocks, lambda block: isinstance(block, TextBlock)):
             if is_text:
@@ -220,7 +221,7 @@ class _Reader:
         where = f"the result of {block.tool_use_id!r}"
         text = _joined(self.blocks(block.content, "tool", where)) if block.content else ""
         if block.is_error:
-            # As in Session.run_tools.
+            # ``Session.run_tools`` marks errors in the same way.
             text = f"error: {text}"
         return {"role": "tool", "tool_call_id": block.tool_use_id, "content": text}
 
@@ -239,7 +240,7 @@ def _joined(blocks: Sequence[Block]) -> str:
 
 
 def _answer(blocks: Sequence[Block]) -> Message:
-    """Return the message of the assistant."""
+    """Return the blocks of an answer as one message of the assistant."""
     answer: Message = {"role": "assistant", "content": _joined(blocks)}
     if thoughts := "".join(one.thinking for one in blocks if isinstance(one, ThinkingBlock)):
         answer["reasoning_content"] = thoughts

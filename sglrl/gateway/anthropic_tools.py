@@ -1,4 +1,4 @@
-"""Convert tools of Anthropic's API to the form of OpenAI's.
+"""Convert tools of Anthropic's API to tools of OpenAI's API.
 
 https://docs.anthropic.com/en/docs/agents-and-tools/tool-use/tool-search-tool
 """
@@ -16,11 +16,11 @@ from .accepted_fields import ANTHROPIC_FIELDS
 from .dialect import convert_fields
 
 _SEARCH: Final = "tool_search_tool_"
-"""Begins the types of tools with which Anthropic's servers find deferred tools."""
+"""The start of the types of tools with which Anthropic's servers find deferred tools."""
 
 
 class Tool(msgspec.Struct, frozen=True):
-    """An item of ``tools``."""
+    """An item of the field ``tools``."""
 
     name: str
     input_schema: dict[str, Any]
@@ -42,13 +42,13 @@ class Tool(msgspec.Struct, frozen=True):
 
 
 class Tools(NamedTuple):
-    """The tools of a request, as those of OpenAI's chat completions.
+    """The tools of a request, in the form of OpenAI's chat completions.
 
     Attributes:
-        shown: the prompt begins with them.
-        deferred: the prompt shows one of them where a message refers to it.
-        described: deferred tools to which a message refers, and tools that messages add.
-        left_out: tools that the model cannot be shown: their positions and types.
+        shown: the tools that the prompt shows at its beginning.
+        deferred: the tools that the prompt shows only where a message refers to them.
+        described: the deferred tools to which a message refers, and the tools that messages add.
+        left_out: the positions and types of the tools that the model cannot be shown.
     """
 
     shown: list[dict[str, Any]]
@@ -58,7 +58,7 @@ class Tools(NamedTuple):
 
     @property
     def by_name(self) -> dict[str, dict[str, Any]]:
-        """The functions."""
+        """The functions of the shown and the deferred tools, by name."""
         functions = [tool["function"] for tool in (*self.shown, *self.deferred)]
         return {function["name"]: function for function in functions}
 
@@ -70,7 +70,8 @@ def openai_tools(tools: Sequence[Mapping[str, Any]]) -> Tools:
         InvalidRequest: a tool is wrong.
     """
     result = Tools([], [], [], [])
-    # Only Anthropic's servers could find deferred tools with a search of theirs.
+    # Only Anthropic's servers can run their search for deferred tools. If the request has this
+    # search, the model is shown all tools instead.
     finds = not any(str(given.get("type")).startswith(_SEARCH) for given in tools)
     for number, given in enumerate(tools):
         where, type_ = f"tools[{number}]", given.get("type")
@@ -87,10 +88,11 @@ def tool_of(given: Mapping[str, Any], where: str) -> Tool:
     """Return a checked tool.
 
     Args:
-        where: the part of the request, for errors.
+        given: the tool as the client sent it.
+        where: the part of the request that has the tool, for error messages.
 
     Raises:
-        InvalidRequest: it is wrong, or Anthropic's servers define it or run it.
+        InvalidRequest: the tool is wrong, or Anthropic's servers define it or run it.
     """
     if given.get("type") not in (None, "custom"):
         raise InvalidRequest(

@@ -1,7 +1,7 @@
 """The routes of the gateway: an ASGI application.
 
-A request belongs to a session if its URL begins with ``/sessions/<id>``, or if its API key is that
-of a session. Other requests are sampled alone.
+A request belongs to a session if its URL begins with ``/sessions/<id>``, or if its API key is the
+key of a session. Other requests are sampled on their own.
 """
 
 from __future__ import annotations
@@ -68,9 +68,11 @@ class Endpoints:
     """Answers HTTP requests with turns of a pool's engines.
 
     Args:
-        client: of the pool.
+        client: the client of the pool.
         registry: the open sessions.
-        filtering: of requests; None: the model can be shown everything.
+        settings: the settings of the gateway.
+        filtering: handles parts of requests that the model cannot be shown. None: a ``Filtering``
+            for a model that can be shown all system messages.
     """
 
     def __init__(
@@ -89,7 +91,7 @@ class Endpoints:
         self._access = Access(registry, settings, self._metrics)
         self._weights = TrainedWeights(client, settings)
         self.spec = SessionSpec(client.requests)
-        """Settings of turns that belong to no session."""
+        """The settings of turns that belong to no session."""
         route = self._access.route
         api = [
             *UtilityEndpoints(client, self._access, self.running).routes(),
@@ -104,7 +106,7 @@ class Endpoints:
         api += [
             route(path, handler, ["POST"], dialect.error, at=at, body=dialect.body)
             for path, handler, dialect in posts
-            # Anthropic's clients append /v1 to the URL of a session, which ends with it.
+            # The URL of a session ends with /v1, and Anthropic's clients append /v1 to it again.
             for at in (path, "/v1" + path)
         ]
         self._paths = sorted({"/v1/models", *(path for path, *_ in posts)})
@@ -125,7 +127,7 @@ class Endpoints:
         self._document = document(self.app.routes, needs_key=bool(settings.api_key))
 
     def close(self) -> None:
-        """End all running turns: their clients get an error."""
+        """End all running turns. Their clients receive an error."""
         self.running.close()
         self._weights.close()
 
@@ -174,7 +176,7 @@ class Endpoints:
         }
 
     def _check_model(self, model: str) -> None:
-        """Raise ``HttpError`` if it is not a name of the model."""
+        """Raise ``HttpError`` unless ``model`` is a name of the model."""
         if model in self.settings.names:
             return
         known = ", ".join(self.settings.names)
@@ -227,7 +229,7 @@ class Endpoints:
                     answer = msgspec.structs.replace(answer, scored=scored)
                 turn.delivered = True
                 return json_response(answer.whole(completions))
-            # Until there is text, an error has a status of its own.
+            # Before the stream begins, an error can still be sent with its own HTTP status.
             await unless_disconnected(request, streamed.arrived.begun())
             if turn.failed:
                 await turn.result()
@@ -236,7 +238,7 @@ class Endpoints:
         return StreamingResponse(stream, media_type="text/event-stream")
 
     async def count_tokens(self, request: Request) -> Response:
-        """Count the tokens of the prompt of a request of Anthropic's API."""
+        """Count the tokens of a request's prompt. This is an endpoint of Anthropic's API."""
         session = self._access.session_of(request)
         parsed = ANTHROPIC.parse(await self._access.body(request))
         (wanted,) = self._wanted(session, parsed)
@@ -244,10 +246,11 @@ class Endpoints:
         return json_response({"input_tokens": len(ids) // 4})
 
     def _wanted(self, session: OpenSession | None, parsed: Body) -> Sequence[TurnRequest]:
-        """Return what a request asks for.
+        """Return the turns that a request asks for.
 
         Raises:
-            HttpError, InvalidRequest: the model cannot do it.
+            HttpError: the model or the conversation does not exist.
+            InvalidRequest: a field is wrong, or the model cannot be shown a tool.
         """
         model, adapter = split_model(parsed.model or "", self.settings.names)
         if session is None and parsed.model:
@@ -288,31 +291,33 @@ class Endpoints:
         what = f"there is no endpoint {request.method} {path}{self._near(path)}"
         wrong = HttpError(status, what)
         answer = error_response(wrong, request.scope.get("error_body", openai_error))
-        # The methods that are allowed.
+        # The headers of the error name the allowed methods.
         answer.headers.update(getattr(error, "headers", None) or {})
         return answer
 
     def _near(self, path: str) -> str:
-        """Return the path that was probably meant, as the end of an error; "" if none was."""
+        """Return the end of an error message: the path that was probably meant, or ""."""
         parts = re.match("(/sessions/[^/]+)?(.*)", path)
         assert parts is not None
         before, rest = parts[1] or "", parts[2].rstrip("/")
         if not rest or rest in self._paths:
             return ""
-        # Clients append the rest of the path to a base URL, which ends with /v1.
+        # Clients append the end of a path to a base URL, and the base URL may lack its /v1.
         meant = sorted((one for one in self._paths if one.endswith(rest)), key=len)
         meant += get_close_matches(rest, self._paths, n=1, cutoff=0.8)
         return f"; did you mean {before}{meant[0]}?" if meant else ""
 
 
 def split_model(model: str, names: Sequence[str]) -> tuple[str, str]:
-    """Return the name of the model and that of the adapter in "model:adapter", as SGLang does.
+    """Split "model:adapter" into the name of the model and the name of the adapter, as SGLang does.
 
     Args:
-        names: of the model. They may have colons.
+        model: the name that the client sent.
+        names: the names of the model. They may have colons.
 
     Returns:
-        "" in place of an adapter if there is none, or if none of the names is before a colon.
+        Both names. The adapter is "" if there is none, or if no name of the model comes before a
+        colon.
     """
     bases = [name for name in names if model.startswith(name + ":")]
     if model in names or not bases:
@@ -332,7 +337,7 @@ def _with_adapter(request: TurnRequest, adapter: str) -> TurnRequest:
 
 
 def _row_of(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory as JSON. The arrays are those of ``Trajectory``."""
+    """Return a trajectory for JSON. Its arrays are the arrays of ``Trajectory`` as lists."""
     arrays = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions")
     loras = trajectory.lora_versions
     return {
@@ -358,7 +363,7 @@ class _Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Using:
-    """Counts a running request of a session, so that it does not expire meanwhile."""
+    """Counts a running request of a session, so that the session does not expire meanwhile."""
 
     def __init__(self, session: OpenSession | None) -> None:
         self._session = session
@@ -374,18 +379,21 @@ class _Using:
 
 
 def _samples(request: TurnRequest) -> bool:
-    """Return whether a request wants tokens, and not only logprobs of its prompt."""
+    """Return whether a request wants new tokens, and not only logprobs of its prompt."""
     return request.sampling.get("max_new_tokens") != 0
 
 
 async def _stream(
     answer: Any, turn: Turn, streamed: Any, names: Mapping[str, str], stack: ExitStack
 ) -> AsyncIterator[bytes]:
-    """Yield the events of an answer. If the client disconnects, this is closed.
+    """Yield the events of an answer. If the client disconnects, the iterator is closed.
 
     Args:
-        answer, streamed: ``Answer`` and ``StreamedText``, or those of tokens.
-        names: as in ``TurnRequest``.
+        answer, streamed: ``Answer`` and ``StreamedText``, or ``TokenAnswer`` and
+            ``StreamedTokens``.
+        turn: the turn that is sampled.
+        names: the names of fields for errors, as in ``TurnRequest``.
+        stack: is closed at the end of the stream.
     """
     try:
         with stack:

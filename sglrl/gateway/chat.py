@@ -41,7 +41,7 @@ from .tool_kinds import arguments_of, custom_function, input_of
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """``stream_options``."""
+    """The field ``stream_options``."""
 
     include_usage: bool = False
     include_obfuscation: bool = False
@@ -53,7 +53,7 @@ class StreamOptions(msgspec.Struct, frozen=True):
 
 
 class JsonSchema(msgspec.Struct, frozen=True):
-    """``response_format.json_schema``."""
+    """The field ``response_format.json_schema``."""
 
     name: str = ""
     schema: dict[str, Any] = {}
@@ -62,7 +62,7 @@ class JsonSchema(msgspec.Struct, frozen=True):
 
 
 class ResponseFormat(msgspec.Struct, frozen=True):
-    """``response_format``."""
+    """The field ``response_format``."""
 
     type: Literal["text", "json_object", "json_schema", "structural_tag"]
     json_schema: JsonSchema | None = None
@@ -73,7 +73,7 @@ class ResponseFormat(msgspec.Struct, frozen=True):
 
 @sampling_fields("chat")
 class ChatRequest(FlatBody, frozen=True, kw_only=True):
-    """The body of a request."""
+    """The body of a request of OpenAI's chat completions."""
 
     messages: list[Message]
     model: str = ""
@@ -139,7 +139,7 @@ class ChatRequest(FlatBody, frozen=True, kw_only=True):
 
     @property
     def _top_of_prompt(self) -> int | None:
-        """The number of the likeliest tokens of the prompt. prime-rl's clients send true for 1."""
+        """The number in ``prompt_logprobs``, or None. prime-rl's clients send true for 1."""
         return None if self.prompt_logprobs in (None, False) else int(self.prompt_logprobs or 0)
 
     def _tool_choice(self) -> Any:
@@ -150,7 +150,7 @@ class ChatRequest(FlatBody, frozen=True, kw_only=True):
 
     @property
     def custom_tools(self) -> frozenset[str]:
-        """The names of the tools that take a text."""
+        """The names of the custom tools, which take a text."""
         customs = [one["custom"] for one in self.tools or () if one.get("type") == "custom"]
         return frozenset(one["name"] for one in customs)
 
@@ -159,7 +159,7 @@ class ChatTokensRequest(ChatRequest, frozen=True, kw_only=True):
     """The body of a request with the tokens of the prompt, as verifiers and prime-rl send it.
 
     Attributes:
-        tokens: the prompt. The messages decide how the answer is parsed.
+        tokens: the token ids of the prompt. The messages only decide how the answer is parsed.
     """
 
     tokens: list[int]
@@ -175,14 +175,14 @@ def parse(body: bytes, kind: type[_Request]) -> _Request:
     """Parse the body of a request.
 
     Raises:
-        InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
-            is not supported.
+        InvalidRequest: the body is not JSON, a field has a wrong type, or a field asks for
+            something that is not supported.
     """
     return decode_body(body, kind, CHAT_FIELDS)
 
 
 def _known_message(message: Message) -> Message:
-    """Return a message with a role and with calls that all chat templates know."""
+    """Return a message in a form that all chat templates know: its role, content and tool calls."""
     if message.get("role") == "developer":
         return {**message, "role": "system"}
     calls = message.get("tool_calls")
@@ -196,7 +196,7 @@ def _known_message(message: Message) -> Message:
 
 
 def _is_custom(item: Any) -> bool:
-    """Return whether a tool or a call is one of a custom tool."""
+    """Return whether a tool is a custom tool, or a tool call is the call of a custom tool."""
     return isinstance(item, Mapping) and item.get("type") == "custom"
 
 
@@ -212,7 +212,7 @@ def _function_call(call: Any) -> Any:
 
 
 def _functions_of(tools: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """Return tools as functions.
+    """Return all tools of a request as functions.
 
     Raises:
         InvalidRequest: a tool has no name.
@@ -267,7 +267,7 @@ def _tag_of(form: ResponseFormat) -> dict[str, Any]:
 
 
 def _client_call(call: Mapping[str, Any], customs: frozenset[str]) -> Mapping[str, Any]:
-    """Return a call as the client expects it: that of a custom tool has a text."""
+    """Return a tool call as the client expects it. The call of a custom tool has a text."""
     function = call["function"]
     text = input_of(function["arguments"]) if function["name"] in customs else None
     if text is None:
@@ -283,16 +283,17 @@ def finish_of(completion: Completion, message: Message) -> str:
 
 
 def logprobs_of(completion: Completion, as_ids: bool = False, start: int = 0) -> dict[str, Any]:
-    """Return the logprobs of the tokens.
+    """Return the logprobs of a completion's tokens, in OpenAI's format.
 
     Args:
-        as_ids: see ``token_text``.
-        start: position of the first token.
+        completion: a completion with logprobs.
+        as_ids: return token ids in place of the texts of tokens, as ``token_text`` does.
+        start: the position of the first token.
     """
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         text = completion.decode([token], False)
-        # A part of a character has no text of its own.
+        # If the token is only a part of a character, its bytes are not known.
         known = list(text.encode()) if "\ufffd" not in text else None
         name = token_text(completion, token, as_ids)
         return {"token": name, "logprob": logprob, "bytes": known}
@@ -305,7 +306,7 @@ def logprobs_of(completion: Completion, as_ids: bool = False, start: int = 0) ->
 
 
 def _usage_of(completions: Sequence[Completion], messages: Sequence[Message]) -> dict[str, Any]:
-    """Return ``usage``, with the tokens of the reasoning as OpenAI and as SGLang call them."""
+    """Return ``usage``, with the number of reasoning tokens in OpenAI's and in SGLang's field."""
     reasoning = sum(map(reasoning_tokens, completions, messages))
     return {
         **usage_of_prompts(completions, len(completions)),
@@ -315,16 +316,17 @@ def _usage_of(completions: Sequence[Completion], messages: Sequence[Message]) ->
 
 
 class ChatAnswer(msgspec.Struct, frozen=True):
-    """See ``Answer``.
+    """Makes the answer to a request of OpenAI's chat completions. See ``Answer``.
 
     Attributes:
-        id: of the answer.
-        created: seconds since 1970.
-        model: name of the model.
+        id: the id of the answer.
+        created: the time of the answer, in seconds since 1970.
+        model: the name of the model.
         request: the body of the request.
-        call_ids: begins the ids of calls. Those of a session are different anyway.
-        scored: the tokens of the prompt, if their logprobs are wanted.
-        tokens_sent: by choice, the number of tokens whose logprobs a stream has sent.
+        call_ids: a prefix that makes the ids of tool calls unique. "": they are unique within the
+            session.
+        scored: the tokens of the prompt with their logprobs, if the request wants these.
+        tokens_sent: for each choice, the number of tokens whose logprobs a stream has sent.
     """
 
     id: str
@@ -442,7 +444,7 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         finish: str | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> bytes:
-        # Clients of SGLang read the attribute of each delta.
+        # Clients of SGLang expect that each delta has ``reasoning_content``.
         delta = {"reasoning_content": None, **delta}
         choice = {"index": index, "delta": delta, "finish_reason": finish, **(extra or {})}
         return event({**self._head("chat.completion.chunk"), "choices": [choice]})

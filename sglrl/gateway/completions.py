@@ -47,7 +47,7 @@ _CONTEXT_TOKENS: Final = 16
 
 @sampling_fields("completions")
 class CompletionRequest(FlatBody, frozen=True, kw_only=True):
-    """The body of a request."""
+    """The body of a request of OpenAI's completions of text."""
 
     prompt: str | list[Any]
     model: str = ""
@@ -118,8 +118,8 @@ def parse(body: bytes) -> CompletionRequest:
     """Parse the body of a request.
 
     Raises:
-        InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
-            is not supported.
+        InvalidRequest: the body is not JSON, a field has a wrong type, or a field asks for
+            something that is not supported.
     """
     return decode_body(body, CompletionRequest, COMPLETION_FIELDS)
 
@@ -128,14 +128,14 @@ def parse(body: bytes) -> CompletionRequest:
 
 
 class CompletionAnswer(msgspec.Struct, frozen=True):
-    """See ``TokenAnswer``.
+    """Makes the answer to a request of OpenAI's completions of text. See ``TokenAnswer``.
 
     Attributes:
-        id: of the answer.
-        created: seconds since 1970.
-        model: name of the model.
+        id: the id of the answer.
+        created: the time of the answer, in seconds since 1970.
+        model: the name of the model.
         request: the body of the request.
-        scored: by prompt, its tokens if their logprobs are wanted.
+        scored: for each prompt, its tokens with their logprobs, if the request wants these.
     """
 
     id: str
@@ -187,7 +187,7 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
         return check_choices(self.request.n)
 
     def _choice(self, index: int, completion: Completion, text: str, sent: Sent) -> dict[str, Any]:
-        """Return the part of a choice that was not sent yet."""
+        """Return the part of a choice that the stream has not sent yet."""
         request = self.request
         finish = completion.finish_reason or None
         echoed = self._prompt(index, completion) if request.echo and not sent.tokens else ""
@@ -225,7 +225,13 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
     def _with_prompt(
         self, own: dict[str, Any], completion: Completion, prompt: Sequence[Scored]
     ) -> dict[str, Any]:
-        """Return the logprobs of a prompt, and those of the output after it."""
+        """Return the logprobs of a prompt, followed by the logprobs of the output.
+
+        Args:
+            own: the logprobs of the output.
+            completion: the completion of the prompt.
+            prompt: the tokens of the prompt with their logprobs.
+        """
         as_ids = bool(self.request.return_tokens_as_token_ids)
         count = self.request.logprobs or 0
         *starts, end = _starts(completion, completion.prompt_ids)
@@ -274,8 +280,10 @@ def _logprobs_of(completion: Completion, sent: Sent, count: int, as_ids: bool) -
     """Return the logprobs of the tokens that were not sent yet, in OpenAI's older format.
 
     Args:
-        count: number of the likeliest tokens. The sampled token is listed in any case.
-        as_ids: see ``token_text``.
+        completion: a completion with logprobs.
+        sent: the part of the choice that was sent before.
+        count: number of likeliest tokens for each position. The sampled token is always listed too.
+        as_ids: return token ids in place of the texts of tokens, as ``token_text`` does.
     """
 
     def text_of(token: int) -> str:
@@ -295,7 +303,7 @@ def _logprobs_of(completion: Completion, sent: Sent, count: int, as_ids: bool) -
 
 
 def _offsets(completion: Completion, sent: Sent) -> list[int]:
-    """Return, for each token that was not sent yet, the number of characters before it."""
+    """Return the number of characters before each token that was not sent yet."""
     # The text of a token depends on a few tokens before it.
     before = max(0, sent.tokens - _CONTEXT_TOKENS)
     starts = _starts(completion, completion.output_ids[before:])
@@ -306,7 +314,7 @@ def _offsets(completion: Completion, sent: Sent) -> list[int]:
 
 
 def _starts(completion: Completion, ids: NDArray[np.int32]) -> list[int]:
-    """Return, for each token, the number of characters before it, and at last that of all."""
+    """Return the number of characters before each token, and then the number of all characters."""
     params = msgspec.structs.replace(completion.params, stop=())
     texts = StreamText(completion.decode, params)
     starts = [0]

@@ -33,17 +33,18 @@ _PAUSE_QUERY: Final = {"mode": list(_VLLM_MODES), "clear_cache": list(_FLAGS)}
 _SECONDS: Final = 60.0
 _DRAIN_SECONDS: Final = 3600.0
 _HEALTH_SECONDS: Final = 20.0
-"""Time limits of a pause, of one that waits for running requests, and of ``/health_generate``."""
+"""The last three numbers are time limits in seconds: of a pause, of a pause that waits for running
+requests, and of ``/health_generate``."""
 _UNSUPPORTED: Final = {
     "/update_weights_from_tensor": "its body is a pickle; the trainer calls Client.update_weights",
     "/update_weights_from_ipc": "the trainer calls Client.update_weights",
     "/update_weight_version": "every update has a version; give it weight_version",
 }
-"""Endpoints of SGLang that are rejected, and why."""
+"""The endpoints of SGLang that are rejected, each with the reason."""
 OF_ONE_PROCESS: Final = frozenset(
     {"/pause_generation", "/continue_generation", "/pause", "/resume", *BODIES}
 )
-"""Endpoints with common state. If the gateway has several processes, the first one answers."""
+"""Endpoints that share state. If the gateway has several processes, the first process answers."""
 
 
 class _Pause(msgspec.Struct, frozen=True):
@@ -63,11 +64,14 @@ class _AdapterFolder(_Adapter, frozen=True):
 
 
 class ControlEndpoints:
-    """Answers the requests. All but those that only read need the gateway's key.
+    """Answers requests that control or inspect the engines.
+
+    A request that changes something needs the gateway's key. The key of a session is not enough.
 
     Args:
-        client: of the pool.
-        weights: those of trainers.
+        client: the client of the pool.
+        access: finds the sessions of requests and reads their bodies.
+        weights: receives the weights of trainers.
     """
 
     def __init__(self, client: Client, access: Access, weights: TrainedWeights) -> None:
@@ -124,7 +128,7 @@ class ControlEndpoints:
         ]
 
     def _operate(self, operation: Operation) -> Callable[[Request], Awaitable[Any]]:
-        """Return what runs an operation of ``Client`` with the arguments of a request."""
+        """Return a handler that runs an operation of ``Client`` with a request's arguments."""
 
         async def handler(request: Request) -> Any:
             given = decode_body(await self._access.body(request), operation.fields)
@@ -156,10 +160,10 @@ class ControlEndpoints:
 
         return handler
 
-    # --- what engines report ----------------------------------------------------------------------
+    # --- reports of the engines -------------------------------------------------------------------
 
     async def _health_generate(self) -> dict[str, str]:
-        """Sample one token."""
+        """Sample one token, to test that an engine answers."""
         await self._client.generate(input_ids=[0], max_new_tokens=1, timeout=_HEALTH_SECONDS)
         return {"status": "ok"}
 
@@ -168,7 +172,7 @@ class ControlEndpoints:
         return {
             **msgspec.to_builtins(client.info),
             "model_path": client.info.model,
-            # For trainers, a pool is one rank.
+            # A trainer sees the pool as a single rank.
             "tp_size": 1,
             "dp_size": 1,
             "engine_tp_size": client.info.tp_size,
@@ -211,7 +215,7 @@ class ControlEndpoints:
     async def _world_size(self) -> dict[str, int]:
         return {"world_size": 1}
 
-    # --- what changes them ------------------------------------------------------------------------
+    # --- changes of the engines -------------------------------------------------------------------
 
     async def _pause_generation(self, request: Request) -> dict[str, str]:
         given = decode_body(await self._access.body(request), _Pause)
@@ -244,7 +248,8 @@ class ControlEndpoints:
 
     async def _paused(self, mode: PauseMode) -> None:
         seconds = _DRAIN_SECONDS if mode == "drain" else _SECONDS
-        # A request to resume may come before the engines are paused.
+        # Hold weights from now on, because a request to resume may come before the engines are
+        # paused.
         before = self._weights.pausing()
         try:
             await self._client.pause(mode, timeout=seconds)
@@ -270,7 +275,7 @@ class ControlEndpoints:
 
     async def _load_adapter(self, request: Request) -> dict[str, Any]:
         body = await self._access.body(request)
-        # No adapter is evicted, so all are pinned.
+        # The pool never evicts an adapter, so all adapters are pinned.
         given = decode_body(body, _AdapterFolder, without_effect("pinned"))
         loaded = await self._client.load_lora(given.lora_name, given.lora_path)
         return {"success": True, "error_message": None, "version": loaded.version}

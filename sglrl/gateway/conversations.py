@@ -1,7 +1,7 @@
-"""The calls of one agent, as a tree of turns.
+"""The requests of one agent as a tree of turns.
 
-An agent sends its whole conversation with every call. A conversation that begins with an earlier
-turn goes on with exactly the tokens of that turn. Any other begins a new branch.
+An agent sends its whole conversation with every request. If the conversation begins with an earlier
+turn, the new turn continues exactly the tokens of that turn. Otherwise it begins a new branch.
 """
 
 from __future__ import annotations
@@ -33,24 +33,29 @@ from .errors import HttpError
 
 _encode = msgspec.json.Encoder(order="sorted", enc_hook=str).encode
 _REMEMBERED = 64
-"""Answers of a session that a client may ask for again."""
+"""Number of requests of a session that a client may repeat to receive the same answer."""
 MAX_TOKENS = 1 << 30
-"""Without a limit a turn may fill the context, as in OpenAI's API."""
+"""The limit of a turn whose request gives none. The turn may fill the context, as in OpenAI's
+API."""
 OnTokens = Callable[[int, SessionSpec, TokenChunk], None]
-"""Called with new tokens of a choice, and the spec of its session."""
+"""A function that receives the number of a choice, the spec of its session, and new tokens."""
 
 
 class Turn:
     """The choices of one request. Wait for them inside ``with turn:``.
 
     Args:
-        keeps: sample to the end if nobody waits any more, because the client has disconnected.
-        repeated: the client has sent the request before. That first attempt may still arrive.
-        late: this is probably such a first attempt. Its client has disconnected, so it is not kept.
+        sampling: samples the choices.
+        keeps: whether to sample to the end although the client has disconnected.
+        repeated: whether the client has sent the request before. The first attempt may still
+            arrive.
+        late: whether this is probably the first attempt of a request that was already repeated. Its
+            client has disconnected, so the turn is not kept.
 
     Attributes:
-        delivered: a client has got the choices.
-        repeated: see above.
+        task: the task that samples the choices.
+        delivered: whether a client has received the choices.
+        repeated: as in the arguments.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class Turn:
         late: bool = False,
     ) -> None:
         self.task = asyncio.ensure_future(sampling)
-        # Nobody may be left to get its error.
+        # If the client has disconnected, nothing else reads the error of the task.
         self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
         self.delivered = False
         self.repeated = repeated
@@ -73,7 +78,7 @@ class Turn:
 
     @property
     def failed(self) -> bool:
-        """Whether there are no choices: the turn has raised an error, or is being cancelled."""
+        """Whether the turn returns no choices: it has raised an error, or is being cancelled."""
         task = self.task
         if not task.done():
             return task.cancelling() > 0
@@ -81,12 +86,12 @@ class Turn:
 
     @property
     def repeatable(self) -> bool:
-        """Whether a client that repeats the request may get the choices."""
+        """Whether a client that repeats the request may receive these choices."""
         return self.delivered or not self._late
 
     @property
     def orphaned(self) -> bool:
-        """Whether the client has disconnected before it got the choices."""
+        """Whether the client has disconnected before it received the choices."""
         return not (self._waiting or self.delivered or self.failed)
 
     def cancel(self) -> None:
@@ -98,7 +103,7 @@ class Turn:
         """Wait for the choices.
 
         Raises:
-            HttpError: a client has aborted the turn. Its own client must not send it again.
+            HttpError: a client has aborted the turn. The status is one that clients do not retry.
             Closed: the session has ended.
         """
         await asyncio.wait({self.task})
@@ -118,23 +123,23 @@ class Turn:
 
 
 class Conversations:
-    """All calls of one agent.
+    """All conversations of one agent.
 
     Args:
-        session: gets the turns. Each conversation is sampled by a fork of it.
+        session: the session that collects the turns. A fork of it samples each conversation.
     """
 
     def __init__(self, session: Session) -> None:
         self._session = session
         self._ends: dict[bytes, tuple[SessionSpec, int]] = {}
-        """Turns and the specs of their sessions, by digest of the conversation that they end, as
-        the client sees it."""
+        """For each conversation that ends with a turn, the spec of the turn's session and the turn.
+        The key is the digest of the conversation as the client sees it."""
         self._idle: dict[int, Session] = {}
-        """Forks, by the last turn that they have sampled."""
+        """Forks that sample nothing now, by the last turn that each has sampled."""
         self._answers: dict[bytes, list[Turn]] = {}
-        """By digest of the request, the last ones."""
+        """The turns of the latest requests, by the digest of the request."""
         self._drawn: Counter[str] = Counter()
-        """The number of choices so far, by key; see ``_seed_key``."""
+        """The number of choices so far, by the ``_seed_key`` of their conversation."""
         self._closed = False
 
     @property
@@ -154,12 +159,15 @@ class Conversations:
     ) -> Turn:
         """Sample the choices of requests.
 
+        A repeated request receives an earlier turn with the same digest: a turn whose client has
+        disconnected, or else the last turn.
+
         Args:
-            body: digest of the request.
-            repeated: the client says that it has sent the request before. It gets that turn: one
-                whose client has disconnected, or else the last one.
-            keeps: see ``Turn``.
-            on_tokens: called with new tokens, if the first request is a stream.
+            requests: the requests, one for each prompt.
+            body: the digest of the HTTP request.
+            repeated: whether the client states that it has sent the request before.
+            keeps: as in ``Turn``.
+            on_tokens: is called with new tokens if the requests are streams.
 
         Raises:
             Closed: the session has ended.
@@ -188,10 +196,12 @@ class Conversations:
     def _choices(
         self, request: TurnRequest, first: int, on_tokens: OnTokens
     ) -> list[Callable[[], Coroutine[Any, Any, Completion]]]:
-        """Return what samples the choices of a request.
+        """Return for each choice of a request a function that samples it.
 
         Args:
-            first: number of its first choice.
+            request: the request.
+            first: the number of the first choice among the choices of all requests.
+            on_tokens: is called with new tokens if the request is a stream.
         """
         base = self._session.spec
         if request.messages is None or request.prompt is not None:
@@ -199,7 +209,7 @@ class Conversations:
         else:
             seen = check_conversation(request.messages)
             digest = Digest(seen, {**template_of(request), "lora": request.lora or base.lora})
-            # At least the last message comes after the turn.
+            # The last message is always new, so no earlier turn ends with it.
             known = reversed(digest.beginnings[:-1])
             ends = (self._ends[one] for one in known if one in self._ends)
             spec, after = next(ends, None) or (sibling(base, request), ROOT)
@@ -229,10 +239,11 @@ class Conversations:
         return [partial(sample, i, first_draw + i) for i in range(request.choices)]
 
     def _seed_key(self, request: TurnRequest, base: SessionSpec) -> str:
-        """Return a key of the conversation of a request, for the seeds of its choices.
+        """Return a key of the request's conversation, from which the seeds of choices are derived.
 
-        With the number of choices that this conversation had before, it selects the seed. So seeds
-        do not depend on the order in which the turns of other conversations end.
+        The key and the number of earlier choices with this key select a seed. Seeds therefore do
+        not depend on the order in which the turns of other conversations end. Without a seed in the
+        request or the session, the key is "".
         """
         if request.sampling.get("seed") is None and base.prepared.seed is None:
             return ""
@@ -242,10 +253,12 @@ class Conversations:
     # --- the end ----------------------------------------------------------------------------------
 
     def reward(self, value: RewardValue, name: str = "", call: str | None = None) -> None:
-        """Add to the reward of the last turn, or of the turn with a call. See ``Session.reward``.
+        """Add to the reward of the last turn, or of the turn that has the tool call ``call``.
+
+        See ``Session.reward``.
 
         Raises:
-            UsageError: no turn was sampled, or none has this call, or a value is not finite.
+            UsageError: no turn was sampled, no turn has this tool call, or a value is not finite.
         """
         self._session.reward(value, name, call=call)
 
@@ -264,14 +277,19 @@ class Conversations:
 
 
 class Digest:
-    """Digests of the beginnings of a conversation.
+    """Digests of a conversation up to each of its messages.
 
-    They depend on what clients send back unchanged: not on reasoning, nor on the form of the
-    arguments of calls, nor on white space around the content, nor on whether an empty content is ""
-    or null, nor on which half of a surrogate pair an argument has.
+    A digest depends only on the parts of answers that clients send back unchanged. Reasoning, the
+    form of the arguments of tool calls and white space around the content have no effect. Nor does
+    it matter whether an empty content is "" or null, or which half of a surrogate pair an argument
+    has.
 
     Args:
-        template: what decides how the conversation is rendered, and the adapter.
+        messages: the messages of the conversation.
+        template: the values that decide how the conversation is rendered, and the adapter.
+
+    Attributes:
+        beginnings: for each message, the digest of the conversation up to this message.
     """
 
     def __init__(self, messages: Sequence[Message], template: Mapping[str, Any]) -> None:
@@ -299,7 +317,10 @@ def _seen(message: Message) -> Message:
 
 
 def _parsed(arguments: Any) -> Any:
-    """Return the value of arguments. JavaScript writes 1.0 as 1, -0.0 as 0, and NaN as null."""
+    """Return the value of arguments in a form that does not depend on the client's JSON library.
+
+    JavaScript, for example, writes 1.0 as 1, -0.0 as 0, and NaN as null.
+    """
     text = arguments if isinstance(arguments, str) else json.dumps(arguments)
     try:
         return without_surrogates(
@@ -316,7 +337,7 @@ def _number(text: str) -> float:
 
 
 def _without_ids(value: Any) -> Any:
-    """Return a value of JSON without the ids of calls, which depend on the order of the turns."""
+    """Return a JSON value without the ids of tool calls, which depend on the order of the turns."""
     if isinstance(value, Mapping):
         ids = ("id", "tool_call_id")
         return {name: _without_ids(one) for name, one in value.items() if name not in ids}
@@ -324,7 +345,7 @@ def _without_ids(value: Any) -> Any:
 
 
 def template_of(request: TurnRequest) -> dict[str, Any]:
-    """Return what decides how a conversation is rendered."""
+    """Return the values of a request that decide how its conversation is rendered."""
     return {"tools": request.tools, "chat_template_kwargs": request.chat_template_kwargs}
 
 
@@ -360,7 +381,10 @@ def options_of(request: TurnRequest, spec: SessionSpec, on_chunk: OnChunk) -> di
 
 
 async def gathered(sampling: Sequence[Coroutine[Any, Any, Completion]]) -> list[Completion]:
-    """Wait for all. If one fails, or this is cancelled, the others are cancelled."""
+    """Run coroutines at the same time and return their completions.
+
+    If one of them fails, or the caller is cancelled, all others are cancelled.
+    """
     tasks = [asyncio.ensure_future(one) for one in sampling]
     try:
         return await asyncio.gather(*tasks)

@@ -18,16 +18,23 @@ _OPENING, _CLOSING = "<think>", "</think>"
 
 
 class Deltas:
-    """The text of a turn as it arrives: only what no later token can change.
+    """The text of a turn as it arrives, by the parts of the message.
 
-    A part of the message is passed on without white space at its ends: most parsers remove it.
-    Nothing is passed on after a special token, except those around reasoning: it may begin a call.
-    Formats whose calls begin with ordinary text, such as Llama 3's, get no text before the end of
-    the turn if there are tools.
+    Text is passed on only if no later token can change it:
+
+    * White space at the ends of a part is left out, because most parsers remove it.
+    * After a special token, no text is passed on, because the token may begin a tool call. The
+      special tokens around reasoning are an exception.
+    * If the turn has tools in a format whose tool calls begin with ordinary text, such as Llama
+      3's, no text is passed on before the end of the turn.
+
+    Args:
+        spec: the spec of the turn's session.
+        params: the sampling parameters of the turn.
 
     Attributes:
-        params: of the turn.
-        sent: the text of each part so far.
+        params: the sampling parameters of the turn.
+        sent: the text of each part that was passed on so far.
     """
 
     def __init__(self, spec: SessionSpec, params: SamplingParams) -> None:
@@ -60,7 +67,8 @@ class Deltas:
                 begin = at + 1
                 self._switch(token)
         if chunk.finish in ("", "abort"):
-            # Aborted turns of sessions go on. The end of a turn is sent with the whole turn.
+            # A session continues a turn that was aborted. Any other last tokens of a turn are sent
+            # by ``Answer.end``.
             new += self._text(chunk, begin, len(ids))
         return new
 
@@ -71,7 +79,7 @@ class Deltas:
         if part is None or (begin == stop and not ends):
             return []
         ids = chunk.ids[4 * begin : 4 * stop]
-        # At the end of a part, its last characters can no longer begin a stop string.
+        # When a part ends, its last characters can no longer be the start of a stop string.
         finish = "length" if ends else ""
         tokens = msgspec.structs.replace(chunk, ids=ids, finish=finish, stop_match=None)
         text = self._texts.add(tokens)()
@@ -99,7 +107,7 @@ class Deltas:
 
 
 def marks_calls(renderer: Renderer) -> bool:
-    """Return whether each call begins with a special token."""
+    """Return whether each tool call begins with a special token in the renderer's format."""
     example = renderer.example(1) or ""
     written = example.partition(_CLOSING)[2] if _CLOSING in example else example
     return any(written.lstrip().startswith(token) for token in renderer.added_tokens)

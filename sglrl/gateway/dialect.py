@@ -1,7 +1,7 @@
-"""What the APIs of the gateway have in common.
+"""The interface of the gateway's APIs, and the functions that they share.
 
 A dialect is the API of one endpoint. It turns the body of a request into a ``TurnRequest``, and
-the completions into an answer. All of this is pure: ``app.py`` receives and sends.
+the completions into an answer. Dialects do no I/O: ``app.py`` receives requests and sends answers.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .sampling_body import SamplingBody
 _T = TypeVar("_T")
 Message = dict[str, Any]
 Part = Literal["reasoning_content", "content"]
-"""A part of a message that is text."""
+"""The parts of a message that are text."""
 NewTokens = Callable[[], Completion] | None
-"""Makes a completion of some tokens of a choice."""
+"""A function that returns new tokens of a choice as a completion. None: there are no new tokens."""
 
 encode: Final = msgspec.json.Encoder(enc_hook=str).encode
 _decode = msgspec.json.Decoder(dict[str, Any]).decode
 _SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
-"""Begins each escape of a surrogate."""
+"""Matches the start of each escaped surrogate in JSON."""
 _CONVERSATION: Final = ("input", "instructions", "messages", "system")
-"""Fields with texts of the model and of the user."""
+"""The fields that contain texts of the model and of the user."""
 MAX_CHOICES: Final = 128
 _NO_FIELDS: Final = Fields()
 
@@ -44,9 +44,11 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
     """How the conversation of a request is stored. See ``store.py``.
 
     Attributes:
-        id: of the answer. "": it is not stored.
-        previous: id of an answer whose conversation comes before the messages. "": none does.
-        unstored: number of messages at the beginning that belong to this request alone.
+        id: the id of the answer. "": the conversation is not stored.
+        previous: the id of an answer whose conversation comes before the messages of this request.
+            "": the request has the whole conversation.
+        unstored: number of messages at the beginning that are not stored, because they belong to
+            this request alone.
     """
 
     id: str = ""
@@ -55,29 +57,31 @@ class Stored(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request asks of the engines.
+    """The turn that a request asks for, in a form that is the same for all dialects.
 
     Attributes:
         messages: the conversation, as in OpenAI's chat completions. None: there is only a prompt.
-        prompt: text or token ids. With messages, token ids: the prompt of the model, while the
-            messages decide how the answer is parsed.
-        choices: number of answers.
-        stream: the text is wanted as it is sampled.
+        prompt: text or token ids. If there are also messages, the prompt is token ids, which the
+            model receives. The messages then only decide how the answer is parsed.
+        choices: number of choices to sample.
+        stream: whether the client wants the text while it is sampled.
         sampling: fields of ``SamplingParams``. Without ``max_new_tokens``, a turn may fill the
             context.
         tool_choice, parallel_tool_calls, top_logprobs: as in ``Session.generate``.
-        prompt_logprobs: those of the prompt that are wanted. They need an answer with a field
-            ``scored``, and no stream.
+        prompt_logprobs: which logprobs of the prompt are wanted. They need an answer with a field
+            ``scored``, and no stream. None: no logprobs of the prompt.
         tools, chat_template_kwargs: as in ``Client.session``.
-        later_tools: tools that the prompt does not show with the others. A message describes
-            them.
-        left_out: tools and fields that the model cannot be shown.
-        names: by our name of a sampling parameter, the field of the client.
+        later_tools: tools that a message describes. The prompt does not show them with the other
+            tools.
+        left_out: the tools and fields that the model cannot be shown.
+        names: for each of our names of a sampling parameter, the name of the client's field.
         priority: as in ``Client.generate``.
-        stored: how the conversation is stored. There is one choice then.
-        rid: by which clients may abort it.
-        lora: name of an adapter; "": that of the session, if any.
+        stored: how the conversation is stored. A request whose conversation is stored has one
+            choice.
+        rid: the id by which clients may abort the request.
+        lora: the name of an adapter. "": the adapter of the session, if it has one.
         experts_from: the first position whose routed experts are wanted, if the engines keep them.
+            None: no routed experts.
     """
 
     messages: Sequence[Message] | None = None
@@ -102,31 +106,35 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Answer(Protocol):
-    """Makes the answer to one request. The methods of a stream return events."""
+    """Makes the answer to one request. The methods for streams return the bytes of events."""
 
     def whole(self, completions: Sequence[Completion]) -> Any:
         """Return the whole answer, for JSON."""
 
     def begin(self) -> bytes:
-        """Return what begins a stream."""
+        """Return the first events of a stream."""
 
     def text(self, index: int, part: Part, added: str, new: NewTokens = None) -> bytes:
-        """Return new text of a choice.
+        """Return the events for new text of a choice.
 
         Args:
-            new: returns the tokens that have arrived since the text before. None: there are none.
-                The last tokens come at the end.
+            index: the number of the choice.
+            part: the part of the message that has the text.
+            added: the new text.
+            new: returns the tokens that have arrived since the last call for this choice. None:
+                there are none. The last tokens are only in ``end``.
         """
 
     def end(self, completions: Sequence[Completion], sent: Sequence[Mapping[Part, str]]) -> bytes:
-        """Return what ends a stream.
+        """Return the last events of a stream.
 
         Args:
+            completions: the finished choices.
             sent: for each choice, the text of each part that was sent before.
         """
 
     def failed(self, error: HttpError) -> bytes:
-        """Return what ends a stream that fails."""
+        """Return the last events of a stream that fails."""
 
 
 class Sent(NamedTuple):
@@ -140,9 +148,9 @@ class Progress(NamedTuple):
     """A choice that is being sampled.
 
     Attributes:
-        completion: the tokens so far. It has no ``finish_reason`` yet.
-        text: decodes and returns the text so far. Later tokens do not change it.
-        sent: what earlier events of the stream had.
+        completion: the tokens so far, as a completion without a ``finish_reason``.
+        text: decodes and returns the text so far. Later tokens do not change this text.
+        sent: the part of the choice that earlier events of the stream have sent.
     """
 
     completion: Completion
@@ -151,51 +159,52 @@ class Progress(NamedTuple):
 
 
 class TokenAnswer(Protocol):
-    """Like ``Answer``, made of tokens instead of messages."""
+    """Makes the answer to one request from tokens. Otherwise it is like ``Answer``."""
 
     def whole(self, completions: Sequence[Completion]) -> Any:
         """Return the whole answer, for JSON."""
 
     def begin(self) -> bytes:
-        """Return what begins a stream."""
+        """Return the first events of a stream."""
 
     def tokens(self, index: int, progress: Progress) -> bytes:
-        """Return new tokens of a choice."""
+        """Return the events for new tokens of a choice. ``index`` is the number of the choice."""
 
     def end(self, completions: Sequence[Completion], sent: Sequence[Sent]) -> bytes:
-        """Return what ends a stream.
+        """Return the last events of a stream.
 
         Args:
-            sent: by choice.
+            completions: the finished choices.
+            sent: the part of each choice that was sent before.
         """
 
     def failed(self, error: HttpError) -> bytes:
-        """Return what ends a stream that fails."""
+        """Return the last events of a stream that fails."""
 
 
 class Body(Protocol):
     """The body of a request.
 
     Attributes:
-        model: the name that the client gives. None: the API does not ask for one.
+        model: the name of the model that the client sends. None: the API has no name of a model.
     """
 
     @property
     def model(self) -> str | None: ...
 
     def turns(self) -> Sequence[TurnRequest]:
-        """Return what to sample: a request for each prompt.
+        """Return the turns to sample: a ``TurnRequest`` for each prompt.
 
         Raises:
             InvalidRequest: a field has a wrong value, or two exclude each other.
         """
 
     def answer(self, model: str, call_ids: str) -> Answer | TokenAnswer:
-        """Return the maker of the answer.
+        """Return the object that makes the answer.
 
         Args:
-            model: name of the model.
-            call_ids: begins the ids of calls.
+            model: the name of the model.
+            call_ids: a prefix for the ids of tool calls.
         """
 
 
@@ -203,11 +212,11 @@ class Dialect(NamedTuple):
     """The API of one endpoint.
 
     Attributes:
-        path: without the prefix of a session.
-        parse: makes the body of a request from JSON.
-        error: makes the body of an answer with an error.
-        body: a struct, the fields of a request.
-        tokens: answers are a ``TokenAnswer``.
+        path: the path of the endpoint, without "/sessions/ID".
+        parse: parses the body of a request.
+        error: makes the body of an answer from an error.
+        body: the struct with the fields of a request.
+        tokens: whether ``Body.answer`` returns a ``TokenAnswer``.
     """
 
     path: str
@@ -220,9 +229,11 @@ class Dialect(NamedTuple):
 class FlatBody(SamplingBody, frozen=True, kw_only=True):
     """The body of a request of OpenAI's or Anthropic's APIs.
 
+    These APIs have sampling parameters at the top level of the body.
+
     Attributes:
-        chat_template_kwargs, priority: see ``TurnRequest``.
-        return_token_ids: add the tokens of the prompt and of each choice to the answer.
+        chat_template_kwargs, priority: as in ``TurnRequest``.
+        return_token_ids: whether to add the tokens of the prompt and of each choice to the answer.
     """
 
     chat_template_kwargs: dict[str, Any] | None = None
@@ -231,15 +242,16 @@ class FlatBody(SamplingBody, frozen=True, kw_only=True):
 
 
 def decode_body(body: bytes, kind: type[_T], fields: Fields = _NO_FIELDS) -> _T:
-    """Make the fields of a request from JSON. An empty body has no fields.
+    """Parse the body of a request. An empty body has no fields.
 
     Args:
-        kind: a struct of the supported fields.
-        fields: those that are not supported.
+        body: the JSON text.
+        kind: a struct with the supported fields.
+        fields: the unsupported fields.
 
     Raises:
-        InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
-            is not supported.
+        InvalidRequest: the body is not JSON, a field has a wrong type, or a field asks for
+            something that is not supported.
     """
     try:
         given = _decode(body or b"{}")
@@ -253,10 +265,11 @@ def decode_body(body: bytes, kind: type[_T], fields: Fields = _NO_FIELDS) -> _T:
 
 
 def _with_surrogates(body: bytes) -> dict[str, Any] | None:
-    """Return the fields of a request with lone surrogates, or None if it is not a JSON object.
+    """Parse a body with lone surrogates. Return its fields, or None if it is not a JSON object.
 
-    Clients cut texts in the middle of a surrogate pair, and models sample one half of it. U+FFFD
-    replaces it in the conversation, because it is not Unicode text.
+    Lone surrogates occur because clients cut texts in the middle of a surrogate pair, and models
+    sample one half of a pair. They are not Unicode text, so U+FFFD replaces them in the
+    conversation.
 
     Raises:
         InvalidRequest: another field has a lone surrogate.
@@ -292,11 +305,12 @@ def convert_fields(
     where: str = "",
     part: str = "",
 ) -> _T:
-    """Make an object of the fields of a request, or of a part of it.
+    """Convert the fields of a request, or of a part of a request, to a struct.
 
     Args:
+        given: the fields and their values.
         kind, fields: as for ``decode_body``.
-        where: the part, for errors; "": the whole request.
+        where: the name of the part for error messages. "": the whole request.
         part: the path of the part in ``fields``, such as "tools[].".
 
     Raises:
@@ -316,7 +330,11 @@ def convert_fields(
 def _supported(
     given: Mapping[str, Any], kind: Any, fields: Fields, at: str, part: str
 ) -> Mapping[str, Any]:
-    """Return the fields of a part that ``kind`` has, also of the parts in it."""
+    """Return only the supported fields of a part and of its nested parts. See ``convert_fields``.
+
+    Raises:
+        InvalidRequest: an unsupported field asks for something.
+    """
     names = getattr(kind, "__struct_fields__", ())
     for name in given.keys() - set(names):
         if not fields.accepts(part + name, given[name]):
@@ -339,7 +357,7 @@ def _supported(
 
 @cache
 def _parts(kind: Any) -> list[tuple[str, Any]]:
-    """Return the fields of a struct that have a struct, or a list of them."""
+    """Return the fields of a struct whose values are structs or lists of structs."""
     if not hasattr(kind, "__struct_fields__"):
         return []
     return [
@@ -352,10 +370,13 @@ def _parts(kind: Any) -> list[tuple[str, Any]]:
 
 
 def check_choices(choices: int | None) -> int:
-    """Return the number of choices.
+    """Return the number of choices that a request asks for.
+
+    Args:
+        choices: the number in the request. None: 1.
 
     Raises:
-        InvalidRequest: it is too small or too large.
+        InvalidRequest: the number is too small or too large.
     """
     count = 1 if choices is None else choices
     if not 1 <= count <= MAX_CHOICES:
@@ -366,13 +387,15 @@ def check_choices(choices: int | None) -> int:
 def template_of(
     effort: str | None, verbosity: str | None, given: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
-    """Return the arguments of the chat template, or None.
+    """Return the arguments of the chat template, or None if there are none.
 
-    An effort is passed on as by SGLang (``protocol.py`` and ``serving_chat.py`` of
-    ``srt/entrypoints/openai``). Templates that do not read an argument are not changed by it.
+    The effort sets the same arguments as in SGLang (``protocol.py`` and ``serving_chat.py`` of
+    ``srt/entrypoints/openai``). A template ignores arguments that it does not read.
 
     Args:
-        given: other arguments, which take precedence.
+        effort: the reasoning effort of the request.
+        verbosity: the verbosity of the request.
+        given: the other arguments of the request, which take precedence.
     """
     variables: dict[str, Any] = {}
     if effort is not None:
@@ -390,9 +413,9 @@ def event(content: Any, name: str = "") -> bytes:
 
 
 DONE: Final = b"data: [DONE]\n\n"
-"""Ends the streams of OpenAI's completions and of SGLang."""
+"""The last event of streams in OpenAI's completions and in SGLang's API."""
 
 
 def openai_error(error: HttpError) -> dict[str, Any]:
-    """Return the body of an error in OpenAI's APIs."""
+    """Return the body of an answer for an error, in OpenAI's APIs."""
     return {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.code}}

@@ -1,4 +1,4 @@
-"""What a client of the gateway gets for an error."""
+"""Convert exceptions to the HTTP errors that a client of the gateway receives."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger("sglrl.gateway")
 _QUOTED = re.compile(r"""('[^']*'|"[^"]*")""")
 
 RETRY_SECONDS = 1
-"""After status 429."""
+"""Seconds after which a client may retry a request that was answered with status 429."""
 _STATUS: Sequence[tuple[type[Exception], int, str]] = (
     (MessageTooLarge, 413, "invalid_request_error"),
     (UnknownAdapter, 404, "invalid_request_error"),
@@ -39,12 +39,13 @@ _STATUS: Sequence[tuple[type[Exception], int, str]] = (
 
 
 class HttpError(Exception):
-    """An error that the client gets.
+    """An error that the client receives.
 
     Args:
-        status: of HTTP.
-        kind: OpenAI's ``error.type``.
-        code: OpenAI's ``error.code``.
+        status: the HTTP status.
+        message: the text of the error.
+        kind: the value of OpenAI's ``error.type``.
+        code: the value of OpenAI's ``error.code``.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class HttpError(Exception):
 
 
 def error_of(error: Exception) -> HttpError:
-    """Return what a client gets for an error of ours."""
+    """Return the HTTP error that a client receives for an exception."""
     if isinstance(error, HttpError):
         return error
     for type_, status, kind in _STATUS:
@@ -70,7 +71,7 @@ def error_of(error: Exception) -> HttpError:
             code = "context_length_exceeded" if full else None
             if isinstance(error, UnknownAdapter):
                 code = "model_not_found"
-            # The end of some messages names methods of Python.
+            # Some messages end with the name of a Python method, which a client cannot call.
             message = str(error).partition("; see Session.")[0].partition("; use load_lora")[0]
             if full:
                 # Clients of SGLang look for these words.
@@ -81,12 +82,13 @@ def error_of(error: Exception) -> HttpError:
 
 
 def named(error: Exception, names: Mapping[str, str]) -> Exception:
-    """Return an error that names the fields as the client wrote them.
+    """Return an error whose message names the fields as the client wrote them.
 
-    Sampling parameters have names of their own behind the dialects. The values in the error, which
-    come after "got" or in quotation marks, are not changed.
+    Behind the dialects, sampling parameters have our names. Only these names are replaced. Values
+    in the message, which come after "got" or in quotation marks, are not changed.
 
     Args:
+        error: the error with our names.
         names: the client's name for each of our names.
     """
     if not names or type(error) is not InvalidRequest:

@@ -1,4 +1,4 @@
-"""What becomes of tools and system messages that the model cannot be shown."""
+"""Reject, omit or change tools and system messages that the model cannot be shown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class Filtering:
     """Applies the options of a gateway to requests.
 
     Args:
-        shows_system: the model's chat template writes system messages that are not the
+        options: the options of the gateway.
+        shows_system: whether the model's chat template writes system messages that come after the
             first message.
     """
 
@@ -33,10 +34,10 @@ class Filtering:
         self._warned: set[str] = set()
 
     def check_tools(self, request: TurnRequest) -> None:
-        """Check the tools of a request. Log those that are left out, each type once.
+        """Check the tools that the model cannot be shown. Log each omitted type of tool once.
 
         Raises:
-            InvalidRequest: the model cannot be shown a tool.
+            InvalidRequest: there is such a tool, and the options reject it.
         """
         for tool in request.left_out:
             if self._options.unsupported_tools == "reject":
@@ -51,10 +52,11 @@ class Filtering:
                 logger.warning("%s cannot be shown to the model, and is left out", kind)
 
     def shown(self, request: TurnRequest) -> TurnRequest:
-        """Return the request with the system messages that the model is shown.
+        """Return the request with system messages that the chat template can write.
 
         Raises:
-            InvalidRequest: the chat template has no place for one.
+            InvalidRequest: the chat template cannot write a system message, and the options keep
+                it.
         """
         messages = request.messages or ()
         later = [at for at, one in enumerate(messages) if at and one.get("role") == "system"]
@@ -77,7 +79,9 @@ def _one_system(messages: Sequence[Mapping[str, Any]], merges: bool) -> list[Mes
     """Return the messages with at most one system message, which is the first.
 
     Args:
-        merges: join all system messages. False: only those at the beginning.
+        messages: the messages of a conversation.
+        merges: whether to join all system messages. With False, only those at the beginning are
+            joined, and the others become user messages.
     """
     leading = sum(1 for _ in takewhile(_is_system, messages))
     among = messages if merges else messages[:leading]

@@ -1,4 +1,4 @@
-"""A gateway in this process: it answers requests with the engines of a client."""
+"""A gateway that runs in this process and answers requests with the engines of a client."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ class LocalGateway:
     """A running gateway: an async context manager.
 
     Args:
-        settings: port 0 is any free port.
-        place: of this process, if the gateway has several.
+        client: the client of the pool.
+        settings: the settings of the gateway. Port 0 is any free port.
+        place: the place of this process, if the gateway has several processes.
 
     Attributes:
         registry: the open sessions.
-        url: of the gateway.
+        url: the URL of the gateway.
     """
 
     registry: Registry
@@ -47,7 +48,7 @@ class LocalGateway:
 
     async def __aenter__(self) -> Self:
         client, settings = self._client, self._settings
-        # This takes seconds. Without it the first request would.
+        # Loading the tokenizer takes seconds. Otherwise the first request would wait for this.
         box = client.requests.box
         await load_tokenizer(box)
         shows_system = await in_thread(template_shows_system, box)
@@ -71,7 +72,7 @@ class LocalGateway:
             router = SessionRouter(app, self.position, settings)
             app = await self._stack.enter_async_context(router)
         await self._stack.enter_async_context(serve_app(app, settings, listener))
-        # First the running turns end, so that their clients get an answer.
+        # On exit, the running turns end first, so that their clients receive an answer.
         self._stack.push_async_callback(self.registry.close)
         self._stack.callback(endpoints.close)
         return self
@@ -81,7 +82,7 @@ class LocalGateway:
 
     @asynccontextmanager
     async def lend(self, session: Session) -> AsyncIterator[None]:
-        """Let HTTP requests use a session in the block. At its end, their running turns end."""
+        """Let HTTP requests use a session while the block runs. Turns that still run then end."""
         opened = self.registry.add(session)
         session.address = f"{self.url}/sessions/{opened.id}/v1", opened.key
         try:
@@ -92,7 +93,7 @@ class LocalGateway:
 
 
 def local_gateway(client: Client, options: bool | GatewayOptions = True) -> LocalGateway:
-    """Return a gateway for sessions of this process. They end when the process ends them."""
+    """Return a gateway for sessions of this process. The sessions do not expire."""
     own = options if isinstance(options, GatewayOptions) else GatewayOptions()
     settings = Settings(names=names_of(client.model), expire_after=math.inf, options=own)
     return LocalGateway(client, settings)

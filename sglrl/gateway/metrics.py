@@ -30,16 +30,16 @@ _FIRST_TOKEN_SECONDS: Final = (
 _TURN_SECONDS: Final = (
     0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0,
 )  # fmt: skip
-"""Upper bounds of the buckets. Agents take minutes for a turn."""
+"""Upper bounds of the histogram's buckets, in seconds. A turn of an agent may take minutes."""
 _STATS_SECONDS: Final = 5.0
-"""Prometheus waits 10 s by default."""
+"""Time limit for the engines' statistics. By default, Prometheus waits 10 s for all metrics."""
 
 
 class Metrics:
-    """Counts the requests and turns of one gateway. It has a registry of its own.
+    """Counts the requests and turns of one gateway, in a Prometheus registry of its own.
 
     Args:
-        client: of the pool.
+        client: the client of the pool.
     """
 
     def __init__(self, client: Client) -> None:
@@ -79,8 +79,8 @@ class Metrics:
         """Count a request.
 
         Args:
-            endpoint: its path, without a session and without ids.
-            status: of HTTP. That of a stream is known when it begins.
+            endpoint: the path of the endpoint, without a session and without ids.
+            status: the HTTP status. The status of a stream is known when the stream begins.
         """
         self._requests.labels(endpoint, str(status)).inc()
 
@@ -90,9 +90,9 @@ class Metrics:
         """Count the choices of a turn.
 
         Args:
-            requests: what was sampled.
-            began: when the request was read.
-            task: returns the choices. It has ended.
+            requests: the requests of the turn, one for each prompt.
+            began: the time at which the HTTP request was read, on the driver's clock.
+            task: the finished task, which returns the choices.
         """
         if task.cancelled() or task.exception() is not None:
             reason = "cancelled" if task.cancelled() else "error"
@@ -110,7 +110,8 @@ class Metrics:
         for one in completions:
             self._choices.labels(one.finish_reason).inc()
         self._seconds.observe(now() - began)
-        # Without a stream, the first tokens arrive late: workers report several at a time.
+        # Without a stream, workers report several tokens at a time, so the time of the first token
+        # is not known.
         if requests[0].stream and (first := [one.first_at for one in completions if one.first_at]):
             self._first.observe(min(first) - began)
 
@@ -118,7 +119,7 @@ class Metrics:
         """Return all metrics as text, and its media type.
 
         Args:
-            accept: header of the request.
+            accept: the header "accept" of the request.
             running: number of turns that are running.
             sessions: number of open sessions.
         """
@@ -126,7 +127,8 @@ class Metrics:
             async with asyncio.timeout(_STATS_SECONDS):
                 stats = await self._client.stats()
         except (SglrlError, TimeoutError):
-            # The other metrics are wanted most when engines do not answer.
+            # The other metrics are returned all the same. They are needed most when engines do not
+            # answer.
             stats = []
         self._running.set(running)
         self._sessions.set(sessions)
@@ -136,7 +138,7 @@ class Metrics:
         return encode(self._registry), media_type
 
     def _report(self, workers: Sequence[WorkerInfo], stats: Sequence[WorkerStats]) -> None:
-        """Replace what is known about the workers."""
+        """Replace the values of all metrics of workers."""
         engine = self._engine_running, self._engine_waiting, self._engine_kv
         for gauge in (self._workers, self._engine_version, *engine):
             gauge.clear()
@@ -161,10 +163,10 @@ class Metrics:
 
 
 def merged(texts: Sequence[str]) -> bytes:
-    """Return the metrics of several processes as one text. The label ``process`` tells them apart.
+    """Return the metrics of several processes as one text, with the process number as a label.
 
     Args:
-        texts: by process.
+        texts: the metrics of each process, in the order of the process numbers.
     """
     registry = prometheus.CollectorRegistry()
     registry.register(_Merged(texts))

@@ -16,19 +16,21 @@ _KEYS: Final = {
     "bearer": {"type": "http", "scheme": "bearer"},
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
-"""Where ``key_of`` looks for the key of a request."""
+"""The headers in which ``key_of`` finds the key of a request."""
 
 
 class ApiRoute(Route):  # type: ignore[misc]
-    """An endpoint, with what the document says about it.
+    """An endpoint, with the facts that the document states about it.
 
     Args:
+        path: the path of the endpoint.
         handler: answers the requests.
-        error: makes the body of an answer with an error.
-        body: a struct, the body of a request. None: it is not read.
-        query: by parameter of the query, its values.
-        media_type: of an answer.
-        public: it needs no key.
+        methods: the HTTP methods of the endpoint.
+        error: makes the body of an answer from an error.
+        body: the struct with the fields of a request. None: the body of a request is not read.
+        query: for each parameter of the query, its possible values.
+        media_type: the media type of an answer.
+        public: whether requests need no key.
     """
 
     def __init__(
@@ -51,7 +53,7 @@ class ApiRoute(Route):  # type: ignore[misc]
         self.public = public
 
     async def handle(self, scope: Any, receive: Any, send: Any) -> None:
-        # For a method that is not allowed.
+        # The answer to a method that is not allowed is made with this function.
         scope["error_body"] = self.error
         await super().handle(scope, receive, send)
 
@@ -60,8 +62,8 @@ def document(routes: Sequence[Any], needs_key: bool) -> dict[str, Any]:
     """Return an OpenAPI 3.1 document.
 
     Args:
-        routes: of the application: each is an ``ApiRoute``, or a ``Mount`` of others.
-        needs_key: requests without a key are rejected.
+        routes: the routes of the application. Each is an ``ApiRoute``, or a ``Mount`` of routes.
+        needs_key: whether requests without a key are rejected.
     """
     flat = list(_flat(routes))
     bodies = sorted(
@@ -94,7 +96,7 @@ def _flat(routes: Sequence[Any], prefix: str = "") -> Iterator[tuple[str, ApiRou
         if isinstance(route, Mount):
             yield from _flat(route.routes, prefix + route.path)
         else:
-            # Without the types of the parameters.
+            # ``path_format`` is the path without the types of its parameters.
             yield prefix + route.path_format, route
 
 
@@ -136,7 +138,7 @@ def _parameter(name: str, place: str, schema: Mapping[str, Any]) -> dict[str, An
 
 
 def _schema_of(value: Any) -> dict[str, Any]:
-    """Return the schema of JSON that looks like ``value``. In the place of None is anything."""
+    """Return the schema of JSON with the structure of ``value``. None stands for any value."""
     match value:
         case dict():
             fields = {name: _schema_of(field) for name, field in value.items()}

@@ -1,4 +1,4 @@
-"""The process of a gateway: a server, and a client of the pool."""
+"""A process of a gateway, which runs an HTTP server and is a client of the pool."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ class Target(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A session that was opened."""
+    """The id and the key of a session that was opened."""
 
     id: str
     key: str
 
 
 class GatewayProcess(Actor):
-    """The actor that ``serve`` spawns."""
+    """The actor in each process of a gateway. ``serve`` spawns it."""
 
     def __init__(self, settings: Settings, target: Target, place: ProcessPlace) -> None:
         self._settings = settings

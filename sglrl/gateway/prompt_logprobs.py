@@ -1,4 +1,4 @@
-"""Logprobs of prompts. They come from ``Client.score``, once the choices are sampled."""
+"""Compute the logprobs of prompts with ``Client.score``, after the choices are sampled."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from .errors import named
 
 
 class Wanted(NamedTuple):
-    """Which logprobs of its prompt a request wants.
+    """The logprobs of a prompt that a request wants.
 
     Attributes:
-        start: first position.
-        top: number of the likeliest tokens at each position.
-        name: of the field that has this number, for errors.
+        start: the first position whose logprob is wanted.
+        top: number of likeliest tokens that are wanted at each position.
+        name: the name of the field that gives ``top``, for error messages.
     """
 
     start: int = 0
@@ -27,10 +27,11 @@ class Wanted(NamedTuple):
 
 
 class Scored(NamedTuple):
-    """A token of a prompt.
+    """A token of a prompt with its logprobs.
 
     Attributes:
-        logprob: None for the first token, which has no context.
+        id: the token.
+        logprob: the logprob of the token. None for the first token, which has no context.
         others: the likeliest tokens and their logprobs, most likely first.
     """
 
@@ -46,18 +47,19 @@ def check_whole(name: str, stream: bool | None) -> None:
 
 
 def wanted_of(top: int | None) -> Wanted | None:
-    """Return what vLLM's ``prompt_logprobs`` asks for."""
+    """Return the logprobs that a value of vLLM's ``prompt_logprobs`` asks for."""
     return None if top is None else Wanted(top=top)
 
 
 async def score_prompts(
     client: Client, wanted: Sequence[Wanted | None], completions: Sequence[Completion]
 ) -> list[list[Scored]]:
-    """Return the tokens of each prompt, from the position that is wanted. None: no tokens.
+    """Return the tokens of each prompt with their logprobs, from the wanted position on.
 
     Args:
-        wanted: by prompt.
-        completions: the same number for each prompt.
+        client: computes the logprobs.
+        wanted: the wanted logprobs of each prompt. None: no logprobs of this prompt.
+        completions: the completions of all prompts, in order. Each prompt has as many of them.
     """
     each = len(completions) // len(wanted)
     firsts = completions[::each]
@@ -91,10 +93,14 @@ async def score_prompts(
 def by_token(
     tokens: Sequence[Scored], text_of: Callable[[int], str | None]
 ) -> list[dict[int, Any] | None]:
-    """Return vLLM's ``prompt_logprobs``: a dict for each token, and null for the first.
+    """Return vLLM's ``prompt_logprobs``: a dict for each token, and null for the first token.
 
-    The token itself is the first in its dict. Its rank is one more than the number of the likeliest
-    tokens if it is not among them.
+    The first item of a dict is the token itself. If it is not one of the likeliest tokens, its rank
+    is one more than their number.
+
+    Args:
+        tokens: the tokens of a prompt.
+        text_of: returns the text of a token, or None.
     """
     entries: list[dict[int, Any] | None] = []
     for token in tokens:

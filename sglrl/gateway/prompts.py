@@ -1,4 +1,4 @@
-"""Prompts in requests: text or token ids, one or several."""
+"""Read the prompts of a request: texts or token ids, one prompt or several."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from ..errors import InvalidRequest
 
 Prompt = str | list[int]
 MAX_COMPLETIONS: Final = 4096
-"""Of one request."""
+"""Maximum number of completions that one request may ask for."""
 
 
 def prompts_of(name: str, value: Any) -> tuple[bool, list[Prompt]]:
-    """Return whether there is a list of prompts, and the prompts.
+    """Return whether a field has a list of prompts, and the prompts.
 
     Args:
-        name: of the field, for errors.
-        value: text, token ids, or a list of texts or of token ids.
+        name: the name of the field, for error messages.
+        value: a text, a list of token ids, a list of texts, or a list of lists of token ids.
 
     Raises:
-        InvalidRequest: it is something else, or there is nothing in it.
+        InvalidRequest: the value is something else, or is an empty list.
     """
     if isinstance(value, str):
         return False, [value]
@@ -47,7 +47,7 @@ def check_completions(prompts: int, choices: int) -> None:
     """Check the number of completions that a request asks for.
 
     Raises:
-        InvalidRequest: it is too large.
+        InvalidRequest: the number is too large.
     """
     if prompts * choices > MAX_COMPLETIONS:
         raise InvalidRequest(

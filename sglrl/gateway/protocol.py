@@ -1,4 +1,4 @@
-"""HTTP connections that limit the time and the size of a request's head."""
+"""A protocol for uvicorn that limits the time and the size of a request's head."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from typing import Any, Final
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 MAX_HEAD_BYTES: Final = 64 << 10
-"""Largest URL and headers of a request together."""
+"""Maximum size of a request's URL and headers together."""
 
 
 class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
     """Closes a connection if the head of a request takes too long or is too large.
 
-    ``read_body`` limits the body while a handler waits for it. The rest of a body that no handler
-    wants has the same time here.
+    ``read_body`` limits the time of a body that a handler reads. This class limits the time of a
+    body that no handler reads.
 
     Args:
-        seconds: from the connection, or from the first byte of a request, to the end of its head.
-            As long again from there to the end of the request.
+        seconds: time limit for the head of a request. It counts from the start of the connection,
+            or from the first byte of the request. The same limit again applies to the time from the
+            end of the head to the end of the request.
     """
 
     def __init__(self, *args: Any, seconds: float, **options: Any) -> None:
@@ -29,9 +30,9 @@ class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         self._timer: asyncio.TimerHandle | None = None
         self._in_head = True
         self._received = 0
-        """Bytes of an incomplete head."""
+        """Number of bytes received of a head that is not complete."""
         self._cycles: deque[Any] = deque()
-        """Requests without an answer. Of these, uvicorn ends only the last with the connection."""
+        """Requests without an answer. When the connection is lost, uvicorn ends only the last."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -64,7 +65,7 @@ class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         self._in_head = False
         size = len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
         if size > MAX_HEAD_BYTES:
-            # The parser makes this an error of the request.
+            # The parser catches this error and rejects the request.
             raise ValueError(f"the head has {size:,} bytes")
         self._stop_timer()
         self._start_timer()
@@ -91,7 +92,7 @@ class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
     def _late(self) -> None:
         self._timer = None
         if self.cycle is not None and not self.cycle.response_complete:
-            # The client gets the answer first.
+            # The connection stays open until the client has received the answer.
             self._start_timer()
         else:
             self.transport.close()

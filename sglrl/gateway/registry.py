@@ -1,4 +1,4 @@
-"""The open sessions of a gateway, their keys and their ends."""
+"""The open sessions of a gateway: opens sessions, finds them by id or key, and ends them."""
 
 from __future__ import annotations
 
@@ -18,18 +18,20 @@ from .store import Store
 logger = logging.getLogger("sglrl.gateway")
 
 KEY_PREFIX = "sk-sglrl-"
-"""Begins the keys of sessions, so that the key of a session that has ended is recognized."""
+"""The start of each session's key. With it, the key of an ended session is recognized as one."""
 _MIN_SECONDS, _MAX_SECONDS = 1.0, 3600.0
-"""Time between two looks for sessions that nobody uses."""
+"""Minimum and maximum time between two checks for unused sessions."""
 
 
 class OpenSession:
     """A session that agents use.
 
     Attributes:
-        id: part of its URL. It begins with the number of the process, as the key does.
-        key: selects it, as the API key of a request.
-        used: time of its last request, on the loop's clock.
+        id: the id of the session, which is part of its URL. It begins with the number of the
+            session's process.
+        key: the API key that selects the session. After ``KEY_PREFIX``, it has the same number.
+        conversations: the conversations of the session's agents.
+        used: the time of the last request, on the loop's clock.
         requests: number of requests that are running.
         store: the conversations that requests may continue by id.
     """
@@ -49,10 +51,10 @@ class Registry:
     """All open sessions.
 
     Args:
-        client: of the pool.
+        client: the client of the pool.
         expire_after: seconds without a request after which a session ends.
-        most: number of sessions that may be open.
-        process: number of this process among those of the gateway.
+        most: maximum number of open sessions.
+        process: the number of this process among the processes of the gateway.
     """
 
     def __init__(self, client: Client, *, expire_after: float, most: int, process: int = 0) -> None:
@@ -76,7 +78,7 @@ class Registry:
         """Open a session.
 
         Raises:
-            UsageError: too many are open.
+            UsageError: too many sessions are open.
         """
         if len(self._by_id) >= self._most:
             raise UsageError(f"{self._most} sessions are open; end some, or raise max_sessions")
@@ -98,7 +100,7 @@ class Registry:
         return self._by_key.get(key)
 
     async def end(self, session: OpenSession) -> None:
-        """End a session and its running turns. Its trajectory is complete afterwards."""
+        """End a session and its running turns. The session's trajectory is then complete."""
         self._by_id.pop(session.id, None)
         self._by_key.pop(session.key, None)
         await session.conversations.close()
@@ -120,7 +122,7 @@ class Registry:
         )
 
     def _expire(self) -> None:
-        """End sessions that nobody uses. Look again when the next one is due."""
+        """End unused sessions. Schedule the next check for when another session may expire."""
         self._expiring = None
         now, due = self._now(), []
         for session in list(self._by_id.values()):

@@ -1,4 +1,4 @@
-"""The answers of OpenAI's Responses API, whole and as events.
+"""Make the answers of OpenAI's Responses API, as whole answers and as events of streams.
 
 https://platform.openai.com/docs/api-reference/responses/object
 https://platform.openai.com/docs/api-reference/responses-streaming
@@ -21,20 +21,23 @@ from .tool_kinds import Shown, input_of
 Item = dict[str, Any]
 _PARTS: Final[tuple[Part, ...]] = ("reasoning_content", "content")
 _TEXT: Final[dict[Part, str]] = {"reasoning_content": "reasoning", "content": "output"}
-"""Begins the names of events with text of a part."""
+"""For each part of a message, the start of the names of its events with text."""
 _VALUES: Final = {"function_call": "arguments", "custom_tool_call": "input"}
-"""By type of a call, the field that has what the model has written."""
+"""For each type of tool call, the field with the text that the model has written."""
 
 
 class ResponsesAnswer:
-    """See ``Answer``. It makes one stream at most.
+    """Makes the answer to a request of OpenAI's Responses API. See ``Answer``.
+
+    An object makes at most one stream, because it numbers the events.
 
     Args:
-        head: the fields of the answer that are known before it is sampled.
-        logprobs: add those of all tokens to the message.
-        token_ids: add those of the prompt and the turn.
-        call_ids: begins the ids of calls. Those of a session are different anyway.
-        shown: by name that the model sees, the tools of the client.
+        head: the fields of the answer that are known before the turn is sampled.
+        logprobs: whether to add the logprobs of all tokens to the message.
+        token_ids: whether to add the token ids of the prompt and of the turn.
+        call_ids: a prefix that makes the ids of tool calls unique. "": they are unique within the
+            session.
+        shown: the tools of the client, by the name that the model sees.
     """
 
     def __init__(
@@ -52,14 +55,14 @@ class ResponsesAnswer:
         self._call_ids = call_ids
         self._shown = shown or {}
         self._ids = str(head["id"]).partition("_")[2]
-        """Part of the ids of items."""
+        """The part of the answer's id that is also in the ids of its items."""
         self._events = 0
         self._items = 0
         """Number of items that were closed."""
         self._open: Part | None = None
-        """The part that the last item is, while it is open."""
+        """The part of the message that the open item contains. None: no item is open."""
         self._text = ""
-        """Of the open item."""
+        """The text of the open item so far."""
         self._closed: set[Part] = set()
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
@@ -192,7 +195,7 @@ class ResponsesAnswer:
         return response
 
     def _output(self, completion: Completion) -> list[Item]:
-        """Return the items of an answer: there is always a message, or a call."""
+        """Return the items of an answer. There is always a message or a tool call."""
         message = message_of(completion, self._call_ids)
         calls, content = message.get("tool_calls") or (), message["content"] or ""
         items = []
@@ -205,7 +208,11 @@ class ResponsesAnswer:
         return items + [self._call_item(index, call) for index, call in enumerate(calls)]
 
     def _call_item(self, index: int, call: Mapping[str, Any]) -> Item:
-        """Return a call. One of a custom tool without a text is a function's, with its JSON."""
+        """Return the item for a tool call.
+
+        If the arguments of a custom tool are not a single text, the item is the call of a function
+        with these arguments.
+        """
         called, arguments = call["function"]["name"], call["function"]["arguments"]
         tool = self._shown.get(called) or Shown(called)
         text = input_of(arguments) if tool.custom else None
@@ -250,7 +257,7 @@ def _logprobs_of(completion: Completion) -> list[dict[str, Any]]:
     tokens: list[dict[str, Any]] = logprobs_of(completion)["content"]
     for token in tokens:
         for one in (token, *token["top_logprobs"]):
-            # This API knows no null here.
+            # This API does not allow null here.
             one["bytes"] = one["bytes"] or []
     return tokens
 

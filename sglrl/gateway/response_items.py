@@ -1,4 +1,4 @@
-"""The input of OpenAI's Responses API as messages and tools of chat completions.
+"""Convert the input of OpenAI's Responses API to messages and tools of chat completions.
 
 https://platform.openai.com/docs/api-reference/responses/create
 """
@@ -19,9 +19,9 @@ _ROLES: Final = {
     "developer": "system",
     "assistant": "assistant",
 }
-"""Roles of the Responses API, and those that chat templates know."""
+"""For each role of the Responses API, the role that chat templates know."""
 _TEXTS: Final = {"input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of content that are text, and the field that has it."""
+"""For each type of content that is text, the field with the text."""
 _ORDER: Final = ("reasoning_content", "content", "tool_calls")
 """The parts of an assistant's message in the order in which an answer has them as items."""
 
@@ -41,7 +41,7 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
         return [{"role": "user", "content": given}] if given else []
     messages: list[Message] = []
     last = ""
-    """The part of an answer that the item before is; "": it is none."""
+    """The part of an answer that the previous item is. "": the previous item is no such part."""
     for at, item in enumerate(given):
         name = f"input[{at}]"
         role, part, value = _read(item, name)
@@ -50,7 +50,7 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
             last = ""
             continue
         if part == "reasoning_content" and not value:
-            # A client has removed the text of the reasoning. An answer begins nevertheless.
+            # The client has removed the text of the reasoning. The item still begins an answer.
             last = ""
             continue
         goes_on = last and (part == last == "tool_calls" or _ORDER.index(part) > _ORDER.index(last))
@@ -65,7 +65,10 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def _read(item: Mapping[str, Any], name: str) -> tuple[str, str, Any]:
-    """Return the role of an item; the part of an answer that it is, or ""; and its value."""
+    """Return the role of an item, its value, and between them the part of an answer that it is.
+
+    The part is "" if the item is not part of an answer.
+    """
     kind = item.get("type")
     if kind is None and ("role" in item or "id" in item):
         kind = "message" if "role" in item else "item_reference"
@@ -147,9 +150,9 @@ class Tools(NamedTuple):
     """The tools of a request.
 
     Attributes:
-        functions: schemas as chat templates know them.
-        shown: by name that the model sees, the tool of the client.
-        left_out: tools that the model cannot be shown: their positions and types.
+        functions: the schemas of the tools as functions, which chat templates know.
+        shown: the tools of the client, by the name that the model sees.
+        left_out: the positions and types of the tools that the model cannot be shown.
     """
 
     functions: list[dict[str, Any]]
@@ -161,7 +164,8 @@ def tools_of(given: Sequence[Mapping[str, Any]] | None) -> Tools:
     """Return the tools of a request.
 
     Raises:
-        InvalidRequest: a tool has a field that is wrong or not supported, or two have one name.
+        InvalidRequest: a tool has a field that is wrong or not supported, or two tools have the
+            same name.
     """
     result = Tools([], {}, [])
     for at, tool in enumerate(given or ()):
@@ -200,10 +204,10 @@ def _add_tool(result: Tools, tool: Mapping[str, Any], name: str, namespace: str)
 
 
 def choice_of(given: str | Mapping[str, Any] | None) -> Any:
-    """Return the choice of a tool as in ``Session.generate``.
+    """Return the value of ``tool_choice`` in the form of ``Session.generate``.
 
     Raises:
-        InvalidRequest: it is not supported.
+        InvalidRequest: the value is not supported.
     """
     if given is None or given in ("auto", "none"):
         return "auto"
@@ -224,8 +228,10 @@ def check_fields(given: Mapping[str, Any], known: Sequence[str], name: str, part
     """Raise ``InvalidRequest`` if a field asks for something that is not supported.
 
     Args:
-        name: of the part of the request, for errors.
-        part: its path in ``RESPONSE_FIELDS``; "": its name.
+        given: the fields of a part of the request.
+        known: the names of the supported fields.
+        name: the name of the part, for error messages.
+        part: the path of the part in ``RESPONSE_FIELDS``. "": ``name``.
     """
     for key, value in given.items():
         path = f"{part or name}."

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: requests, without I/O. See ``response_answers`` for the answers.
+"""The requests of OpenAI's Responses API, without I/O. ``response_answers`` makes the answers.
 
 https://platform.openai.com/docs/api-reference/responses
 """
@@ -32,7 +32,7 @@ _LOGPROBS: Final = "message.output_text.logprobs"
 _INCLUDES: Final = (
     _LOGPROBS,
     "reasoning.encrypted_content",
-    # Parts of items that this gateway never returns.
+    # The following are parts of items that this gateway never returns.
     "code_interpreter_call.outputs",
     "computer_call_output.output.image_url",
     "file_search_call.results",
@@ -45,14 +45,14 @@ _VERBOSITIES: Final = (None, "low", "medium", "high")
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
-    """``stream_options``."""
+    """The field ``stream_options``."""
 
     include_obfuscation: bool = False
 
 
 @sampling_fields("responses")
 class ResponsesRequest(FlatBody, frozen=True, kw_only=True):
-    """The fields of a request."""
+    """The fields of a request of OpenAI's Responses API."""
 
     input: str | list[dict[str, Any]] | None = None
     model: str = ""
@@ -72,11 +72,12 @@ class ResponsesRequest(FlatBody, frozen=True, kw_only=True):
 
 
 class ResponsesBody(msgspec.Struct, frozen=True):
-    """The body of a request. See ``Body``.
+    """The body of a request of OpenAI's Responses API. See ``Body``.
 
     Attributes:
-        id: of its answer, under which the conversation is stored.
-        created: seconds since 1970.
+        fields: the fields of the request.
+        id: the id of the answer, under which the conversation is stored.
+        created: the time of the request, in seconds since 1970.
     """
 
     fields: ResponsesRequest
@@ -154,8 +155,8 @@ def parse(body: bytes) -> ResponsesBody:
     """Parse the body of a request.
 
     Raises:
-        InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
-            is not supported.
+        InvalidRequest: the body is not JSON, a field has a wrong type, or a field asks for
+            something that is not supported.
     """
     fields = decode_body(body, ResponsesRequest, RESPONSE_FIELDS)
     return ResponsesBody(fields, f"resp_{secrets.token_hex(24)}", int(time.time()))
@@ -180,7 +181,7 @@ def _check_reasoning(given: Mapping[str, Any]) -> None:
 
 
 def _grammar(text: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the grammar of ``text.format``."""
+    """Return the field of ``SamplingParams`` for the grammar in ``text.format``."""
     check_fields(text, ("format", "verbosity"), "text")
     if text.get("verbosity") not in _VERBOSITIES:
         known = ", ".join(map(repr, _VERBOSITIES[1:]))

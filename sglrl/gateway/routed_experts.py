@@ -1,11 +1,12 @@
 """Routed experts in requests and answers, in the formats of SGLang's and vLLM's servers.
 
-SGLang's fields: ``return_routed_experts``, and ``routed_experts_start_len``, the first position
-that is wanted. See ``srt/entrypoints/openai/protocol.py`` of SGLang.
+SGLang's requests have the fields ``return_routed_experts`` and ``routed_experts_start_len``, the
+first position that is wanted. See ``srt/entrypoints/openai/protocol.py`` of SGLang.
 
-vLLM returns experts whenever the engine keeps them, from ``routed_experts_prompt_start`` on
-(``sampling_params.py``). Its answer is a ``.npy`` file. Ours has the form that prime-rl makes of
-it, which the client of verifiers reads (``verifiers/v1/graph.py`` 0.4.0).
+vLLM returns experts whenever the engine keeps them, from the position
+``routed_experts_prompt_start`` on (``sampling_params.py``). vLLM's answer contains a ``.npy`` file.
+prime-rl converts this file to another form, which the client of verifiers reads
+(``verifiers/v1/graph.py`` 0.4.0). Our answer has that form.
 """
 
 from __future__ import annotations
@@ -22,8 +23,12 @@ from ..inference.completion import Completion
 def given_experts(wanted: bool | None, start: int | None) -> dict[str, Any]:
     """Return the field of ``SamplingParams`` for the fields of a request.
 
+    Args:
+        wanted: the value of ``return_routed_experts``.
+        start: the value of ``routed_experts_start_len``.
+
     Raises:
-        InvalidRequest: the position is negative, or no experts are wanted.
+        InvalidRequest: the position is negative, or is given although no experts are wanted.
     """
     if (start or 0) < 0:
         raise InvalidRequest("routed_experts_start_len must not be negative")
@@ -35,18 +40,18 @@ def given_experts(wanted: bool | None, start: int | None) -> dict[str, Any]:
 def check_experts(wanted: bool | None, completions: int | None) -> None:
     """Raise ``InvalidRequest`` if an answer would need the experts of several completions.
 
-    An answer of OpenAI's APIs has one place for them.
+    An answer of OpenAI's APIs has only one field for experts.
     """
     if wanted and (completions or 1) > 1:
         raise InvalidRequest("return_routed_experts needs n=1 and a single prompt")
 
 
 def experts_of(completion: Completion, start: int | None) -> dict[str, Any]:
-    """Return the fields of an answer for the rows from a position on.
+    """Return the fields of an answer with the experts from a position on.
 
-    ``routed_experts``: int32 [tokens, layers, k] in base64, as SGLang sends it.
-    ``routed_experts_start_len``: the position of the first row. SGLang does not send it. A turn of
-    a session has only rows that no earlier turn had.
+    ``routed_experts`` is int32 [tokens, layers, k] in base64, as SGLang sends it.
+    ``routed_experts_start_len`` is the position of the first row, which SGLang does not send. A
+    turn of a session has only rows that no earlier turn had.
     """
     first = max(start or 0, completion.routed_from)
     rows = completion.routed_experts
@@ -58,10 +63,10 @@ def experts_of(completion: Completion, start: int | None) -> dict[str, Any]:
 
 
 def experts_for_verifiers(completion: Completion) -> dict[str, Any] | None:
-    """Return the rows of a completion, or None if it has none.
+    """Return the experts of a completion in the form for verifiers, or None if it has none.
 
-    ``data``: uint8 or uint16 of the given ``shape``, [tokens, layers, k], in base64. It comes
-    first, as the client requires. ``start``: the position of the first row.
+    ``data`` is uint8 or uint16 of the given ``shape``, [tokens, layers, k], in base64. It comes
+    first, as the client requires. ``start`` is the position of the first row.
     """
     rows = completion.routed_experts
     if rows is None:

@@ -1,4 +1,4 @@
-"""The turns that are running, which clients may abort."""
+"""Keep track of the running turns, so that clients can abort them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Entry(NamedTuple):
 
 
 class RunningTurns:
-    """All turns that are running.
+    """All running turns of a gateway.
 
     Args:
         metrics: counts the turns that have ended.
@@ -35,7 +35,10 @@ class RunningTurns:
         return len(self._turns)
 
     def add(self, turn: Turn, session: OpenSession | None, requests: Sequence[TurnRequest]) -> None:
-        """Add a turn until it ends. A request that is sent again has a turn that was added."""
+        """Add a turn, which is removed when it ends.
+
+        The turn of a repeated request may have been added before.
+        """
         began = now()
 
         def ended(task: asyncio.Task[list[Completion]]) -> None:
@@ -49,12 +52,13 @@ class RunningTurns:
         self._turns[turn] = _Entry(session, frozenset(one.rid for one in requests))
 
     def abort(self, rid: str | None = None, session: OpenSession | None = None) -> int:
-        """Abort the choices with an id, or all.
+        """Abort the running choices of a request, or of all requests.
 
         A turn of a session is aborted as a whole, and is not in the trajectory.
 
         Args:
-            session: only its turns. None: those of all clients.
+            rid: the id of the request. None: all requests.
+            session: abort only turns of this session. None: the turns of all clients.
 
         Returns:
             The number of turns that had such choices.
@@ -66,7 +70,7 @@ class RunningTurns:
             ):
                 continue
             if turn.task.cancelling():
-                # It was aborted before, and has not ended yet.
+                # The turn was aborted before, and has not ended yet.
                 continue
             if isinstance(turn, StatelessTurn):
                 count += turn.abort(rid) > 0
@@ -76,6 +80,6 @@ class RunningTurns:
         return count
 
     def close(self) -> None:
-        """End all turns: their clients get an error."""
+        """End all turns. Their clients receive an error."""
         for turn in self._turns:
             turn.task.cancel()

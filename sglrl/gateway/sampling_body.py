@@ -1,4 +1,4 @@
-"""Sampling fields of request bodies, which follow from the declaration of ``SamplingParams``."""
+"""Make the sampling fields of request bodies from the declaration of ``SamplingParams``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         dialect: one of ``DIALECTS``.
-        first_names: by our name of a sampling parameter, the client's name.
-        other_names: our names, by the client's second names of the same parameters.
+        first_names: for each of our names of a sampling parameter, the client's first name.
+        other_names: for each of the client's further names of a parameter, our name.
     """
 
     dialect: ClassVar[str] = ""
@@ -27,13 +27,14 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
     other_names: ClassVar[Mapping[str, str]] = {}
 
     def given_sampling(self, min_tokens: int = 1) -> dict[str, Any]:
-        """Return the fields of ``SamplingParams`` that are given.
+        """Return the fields of ``SamplingParams`` that the request gives.
 
         Args:
-            min_tokens: minimum of ``max_new_tokens``.
+            min_tokens: the minimum of ``max_new_tokens``.
 
         Raises:
-            InvalidRequest: two fields of the same meaning differ, or the output is too short.
+            InvalidRequest: two names of a parameter have different values, or ``max_new_tokens`` is
+                too small.
         """
         sampling = {}
         for ours, name in self.first_names.items():
@@ -51,12 +52,12 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
             name = self.sampling_names()["max_new_tokens"]
             raise InvalidRequest(f"{name} must be at least {min_tokens}, got {limit}")
         if sampling.get("top_k") == 0 and self.dialect != "sglang":
-            # vLLM's clients mean all tokens. SGLang rejects 0.
+            # To vLLM's clients, 0 means all tokens. SGLang rejects 0.
             sampling["top_k"] = -1
         return sampling
 
     def sampling_names(self) -> dict[str, str]:
-        """Return ``TurnRequest.names``: the second names that are given, or the first names."""
+        """Return ``TurnRequest.names``: for each of our names, the name that the client uses."""
         given = {
             ours: name for name, ours in self.other_names.items() if getattr(self, name) is not None
         }
@@ -64,9 +65,9 @@ class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def sampling_fields(dialect: str) -> Callable[[type[_Body]], type[_Body]]:
-    """Add the sampling fields of a dialect to a struct, by which they are decoded and documented.
+    """Add the sampling fields of a dialect to a struct, so that they are decoded and documented.
 
-    They are not attributes that a type checker knows: ``given_sampling`` returns them.
+    A type checker does not know these attributes, so ``given_sampling`` returns their values.
     """
     names = {name: field.in_dialect(dialect) for name, field in FIELDS.items()}
     namespace = {

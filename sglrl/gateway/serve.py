@@ -1,4 +1,4 @@
-"""``serve``: run an HTTP gateway to a pool in a process of its own."""
+"""``serve``: run an HTTP gateway to a pool in one or several processes of its own."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ _WINDOW = 256
 
 
 class GatewaySession:
-    """One run of an agent: an async context manager, from ``Gateway.session``.
+    """A session for one run of an agent: an async context manager, from ``Gateway.session``.
 
-    All that the agent needs is ``base_url`` and ``api_key``. Either of them selects the session, so
-    an agent that lets users set only one of them works too.
+    The agent needs only ``base_url`` and ``api_key``. Either of them selects the session, so an
+    agent that lets users set only one of them works too.
 
     Attributes:
-        base_url: of OpenAI's API: ``http://.../sessions/<id>/v1``.
-        api_key: for the agent's client.
-        trajectory: all turns, after the block. None: no turn was sampled. Turns that are still
-            running at the end of the block are aborted.
+        base_url: the base URL of OpenAI's API: ``http://.../sessions/<id>/v1``.
+        api_key: the API key for the agent's client.
+        trajectory: the trajectory of all turns, once the block has ended. None: no turn was
+            sampled. Turns that still run at the end of the block are aborted.
     """
 
     base_url: str
@@ -62,7 +62,7 @@ class GatewaySession:
     async def __aenter__(self) -> Self:
         opened = await self._gateway._processes.open_session(self._metadata, self._weights)
         self._id = opened.id
-        # The number of the process that has the session.
+        # The id of a session begins with the number of the process that has the session.
         self._process = self._gateway._processes[int(opened.id.partition("-")[0])]
         self.base_url = f"{self._gateway.url}/sessions/{opened.id}/v1"
         self.api_key = opened.key
@@ -81,10 +81,12 @@ class GatewaySession:
             self.trajectory = Trajectory.from_record(record).with_decode(decode)
 
     async def reward(self, value: RewardValue, name: str = "", *, call: str | None = None) -> None:
-        """Add to the reward of the last turn, or of the turn with a call. See ``Session.reward``.
+        """Add to the reward of the last turn, or of the turn that has the tool call ``call``.
+
+        See ``Session.reward``.
 
         Raises:
-            UsageError: no turn was sampled, or none has this call, or a value is not finite.
+            UsageError: no turn was sampled, no turn has this tool call, or a value is not finite.
         """
         try:
             await self._process.reward(self._id, value, name, call)
@@ -112,11 +114,12 @@ class Gateway:
         from .server import reserved
 
         client, settings = self._client, self._settings
-        # The process loads it too, but its errors would come with its stack.
+        # Check here that the tokenizer can be loaded. The same error in a process of the gateway
+        # would come with a remote traceback.
         await load_tokenizer(client.requests.box)
         address, keys, insecure, heartbeat_timeout = client.entry
         async with AsyncExitStack() as stack:
-            # A process that is replaced gets the same port.
+            # The port stays reserved, so that the replacement of a process listens at it too.
             port = stack.enter_context(reserved(settings.host, settings.port)).getsockname()[1]
             sockets: tuple[str, ...] = ()
             if self._count > 1:
@@ -167,8 +170,8 @@ class Gateway:
 
         Args:
             metadata: values to store in the trajectory.
-            reward_weights: by name of a reward (``GatewaySession.reward``). Others have the weight
-                1.
+            reward_weights: the weights of rewards, by the name of the reward
+                (``GatewaySession.reward``). All other rewards have the weight 1.
         """
         return GatewaySession(self, metadata or {}, reward_weights)
 
@@ -197,29 +200,30 @@ def serve(
     of its own, so HTTP, JSON, rendering and parsing do not delay this process.
 
     Args:
-        client: of the pool. It must be open while the gateway runs.
-        host: address to listen at.
-        port: 0: any free port.
-        name: names of the model for clients; (): its name on the hub, or that of its folder.
-        api_key: clients must send it, unless they send the key of a session. "": any key will do.
-            Addresses that other machines can reach need one.
-        tls_cert, tls_key: files of a certificate and its key, PEM, for https.
+        client: the client of the pool. It must be open while the gateway runs.
+        host: the address to listen at.
+        port: the port to listen at. 0: any free port.
+        name: the name of the model for clients, or several. (): the model's name on the hub, or the
+            name of its folder.
+        api_key: the key that clients must send, unless they send the key of a session. "": any key
+            is accepted. An address that other machines can reach needs a key.
+        tls_cert, tls_key: files of a certificate and its key in PEM format, for https.
         keep_disconnected: sample the turn of a client that disconnects to its end, and keep it in
-            the session's trajectory. If the client sends the request again, it gets this turn.
-            False: abort it.
+            the session's trajectory. If the client sends the request again, it receives this turn.
+            False: abort the turn.
         expire_after: seconds without a request after which a session ends.
-        max_sessions: number of sessions that may be open in each process.
-        max_body_bytes: largest body of a request.
+        max_sessions: maximum number of open sessions in each process.
+        max_body_bytes: maximum size of a request's body.
         processes: number of processes that share the port.
-        weight_device: the GPU, of those that this process sees, at which the gateway receives the
-            weights of trainers that use the requests of SGLang's server. NCCL does not allow that
-            the trainer uses it too.
+        weight_device: the GPU on which the gateway receives the weights of trainers that use the
+            requests of SGLang's server. This process must see the GPU. The trainer must use another
+            GPU, because NCCL does not let two ranks use the same one.
         unsupported_tools, later_system: see ``GatewayOptions``.
 
     Raises:
-        UsageError: an argument is wrong, or a package is missing. On entering: the address cannot
-            be used, or the model has no usable tokenizer.
-        Closed: on leaving a session: it has expired, or the gateway's process has died.
+        UsageError: an argument is wrong, or a package is missing. When the gateway is entered: the
+            address cannot be used, or the model has no usable tokenizer.
+        Closed: when a session is left, if it has expired or the gateway's process has died.
     """
     check_gateway_packages()
     names = tuple(name) if isinstance(name, (tuple, list)) else (name,)
@@ -244,6 +248,6 @@ def serve(
 
 
 def _absolute(file: str | os.PathLike[str]) -> str:
-    """Return the path for another process, which may have another folder."""
+    """Return the absolute path of a file, because another process may have another folder."""
     path = os.fspath(file)
     return os.path.abspath(path) if path else ""

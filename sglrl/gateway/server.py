@@ -19,12 +19,12 @@ _SHUTDOWN_SECONDS = 2
 
 
 def reserved(host: str, port: int) -> socket.socket:
-    """Return a socket that keeps an address for ``bound``. It does not listen.
+    """Return a socket that reserves an address, so that ``bound`` can use it. It does not listen.
 
     Raises:
         UsageError: the address cannot be used, or a program listens there.
     """
-    # Without SO_REUSEPORT this fails where another gateway listens.
+    # Without SO_REUSEPORT, this fails if another gateway listens at the address.
     with _bound(host, port, socket.SO_REUSEADDR) as probe:
         port = probe.getsockname()[1]
     return bound(host, port)
@@ -33,7 +33,7 @@ def reserved(host: str, port: int) -> socket.socket:
 def bound(host: str, port: int) -> socket.socket:
     """Return a socket that is bound to an address, and does not listen.
 
-    Several processes of a user may bind the same port. While one has it, no other user gets it.
+    Several processes of one user may bind the same port. Other users cannot bind it meanwhile.
 
     Raises:
         UsageError: the address cannot be used.
@@ -60,7 +60,11 @@ def _bound(host: str, port: int, *options: int) -> socket.socket:
 
 
 class _Server(uvicorn.Server):  # type: ignore[misc]
-    """Attributes: listening: set when clients can connect."""
+    """A server that handles no signals.
+
+    Attributes:
+        listening: is set when clients can connect.
+    """
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -72,7 +76,7 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        # Signals belong to the process that runs this.
+        # The process that runs the server handles signals itself.
         yield
 
 
@@ -81,7 +85,9 @@ async def serve_app(app: Any, settings: Settings, listener: socket.socket) -> As
     """Serve an application while the block runs. Close the socket afterwards.
 
     Args:
-        listener: bound to the address of the settings.
+        app: the ASGI application.
+        settings: the limits and the TLS files of the gateway.
+        listener: a socket that is bound to the address of the server.
     """
     config = uvicorn.Config(
         app,

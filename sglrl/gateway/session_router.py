@@ -1,7 +1,8 @@
-"""Several processes of a gateway behind one port.
+"""Route requests between the processes of a gateway that share one port.
 
-The kernel gives each connection to any of them. A session lives in one process, whose number begins
-its id and its key. A request for another process is passed on to it over a Unix socket.
+The kernel gives each connection to any of the processes. A session lives in one process, and its id
+and its key contain the number of that process. A process that receives a request for another
+process passes it on over a Unix socket.
 """
 
 from __future__ import annotations
@@ -29,18 +30,22 @@ from .utility_endpoints import ABORTS
 
 _CONNECT_SECONDS: Final = 10.0
 _KEEP_SECONDS: Final = 2.0
-"""Unused connections are closed before uvicorn closes them, which it does after 5 seconds."""
+"""Seconds after which an unused connection is closed. uvicorn would close it after 5 seconds."""
 _IN_URL: Final = re.compile(r"/sessions/(\d+)-")
 _IN_KEY: Final = re.compile(re.escape(KEY_PREFIX) + r"(\d+)-")
 _OF_CONNECTIONS: Final = {b"connection", b"content-length", b"keep-alive", b"transfer-encoding"}
-"""Headers that are not passed on."""
+"""Headers that concern a single connection, so they are not passed on."""
 
 
 class SessionRouter:
-    """Passes requests on: an async context manager, and an ASGI application.
+    """Passes requests on to the process that must answer them.
+
+    This is an async context manager, and an ASGI application.
 
     Args:
-        app: answers the requests for this process.
+        app: the application that answers the requests for this process.
+        place: the place of this process among the processes of the gateway.
+        settings: the limits for bodies of requests.
     """
 
     def __init__(self, app: Any, place: ProcessPlace, settings: Settings) -> None:
@@ -68,7 +73,7 @@ class SessionRouter:
         await answering(scope, receive, send)
 
     def _owner(self, request: Request) -> int | None:
-        """Return the process that must answer a request. None: all of them."""
+        """Return the number of the process that must answer a request. None: all processes."""
         path = request.scope["path"]
         match = _IN_URL.match(path) or _IN_KEY.match(key_of(request))
         if match is not None:
@@ -93,7 +98,7 @@ class SessionRouter:
             return await self._from_all(request, body)
         answer = await self._send(owner, request, body)
         made = StreamingResponse(_rest_of(answer), answer.status_code)
-        # uvicorn adds the date.
+        # uvicorn adds its own header with the date.
         made.raw_headers = [
             (name, value)
             for name, value in _end_to_end(answer.headers.raw)
@@ -102,7 +107,7 @@ class SessionRouter:
         return made
 
     async def _from_all(self, request: Request, body: bytes) -> Response:
-        """Return the answers of all processes as one, or the first error."""
+        """Return the answers of all processes as one answer, or the first error."""
         answers = [await self._send(owner, request, body) for owner in range(len(self._clients))]
         bodies = [await answer.aread() for answer in answers]
         for answer, wrong in zip(answers, bodies, strict=True):
@@ -115,11 +120,11 @@ class SessionRouter:
         return json_response({"aborted": sum(msgspec.json.decode(b)["aborted"] for b in bodies)})
 
     async def _send(self, owner: int, request: Request, body: bytes) -> httpx.Response:
-        """Return the begin of the answer of a process.
+        """Send a request to a process, and return its answer, whose body has not been read yet.
 
         Raises:
             HttpError: the process has died.
-            ClientDisconnect: the client has disconnected before.
+            ClientDisconnect: the client has disconnected before there was an answer.
         """
         client = self._clients[owner]
         url = request.scope["raw_path"].decode("latin-1")
@@ -127,7 +132,7 @@ class SessionRouter:
             url += f"?{query}"
         headers = _end_to_end(request.headers.raw)
         if request.scope["owner"] is None:
-            # Metrics of a single format can be joined.
+            # ``merged`` reads only the default format of the metrics.
             headers = [one for one in headers if one[0] != b"accept"]
         made = client.build_request(request.method, url, headers=headers, content=body)
         try:
@@ -139,7 +144,7 @@ class SessionRouter:
 
 
 def unix_listener(path: str) -> socket.socket:
-    """Return a socket bound to a path. It replaces that of a process that has died."""
+    """Return a socket bound to a path. It replaces the socket of a process that has died."""
     if os.path.exists(path):
         os.unlink(path)
     made = socket.socket(socket.AF_UNIX)
@@ -154,7 +159,8 @@ def _client(path: str) -> httpx.AsyncClient:
     return httpx.AsyncClient(
         base_url="http://neighbour",
         transport=httpx.AsyncHTTPTransport(uds=path, limits=limits),
-        # A turn may take hours. If its process dies, the connection ends.
+        # There is no read timeout, because a turn may take hours. If the process dies, the
+        # connection ends.
         timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
     )
 

@@ -1,4 +1,4 @@
-"""What a gateway listens to, and its limits."""
+"""The settings of a gateway: its address, names, keys and limits."""
 
 from __future__ import annotations
 
@@ -16,8 +16,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of a gateway. The constructor checks them. See ``serve``.
 
     Attributes:
-        weights_host: an address of this machine at which workers get weights. None: they are on
-            this machine.
+        body_seconds: time limit for the body of a request, and for its head.
+        max_connections: maximum number of open connections.
+        weights_host: an address of this machine that workers use to receive weights. None: the
+            workers are on this machine.
+        options: the treatment of parts of requests that the model cannot be shown.
     """
 
     names: tuple[str, ...]
@@ -65,10 +68,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ProcessPlace(msgspec.Struct, frozen=True):
-    """The place of a process among those of its gateway.
+    """The place of a process among the processes of its gateway.
 
     Attributes:
-        sockets: paths of the Unix sockets of all processes; () if there is only one.
+        index: the number of the process.
+        sockets: the paths of the Unix sockets of all processes. () if there is only one process.
     """
 
     index: int = 0
@@ -76,5 +80,5 @@ class ProcessPlace(msgspec.Struct, frozen=True):
 
 
 def names_of(model: str) -> tuple[str, ...]:
-    """Return the names of a model for clients: its name on the hub, or that of its folder."""
+    """Return the names of a model for clients: its name on the hub, or the name of its folder."""
     return (os.path.basename(model) if os.path.isabs(model) else model,)

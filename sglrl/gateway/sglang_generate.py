@@ -42,13 +42,13 @@ _SAMPLING_PART: Final[dict[str, str]] = {"where": "sampling_params", "part": "sa
 
 @sampling_fields("sglang")
 class _Sampling(SamplingBody, frozen=True, kw_only=True):
-    """``sampling_params``, with SGLang's names, and our ``logit_processor``."""
+    """The field ``sampling_params``, with SGLang's names and our ``logit_processor``."""
 
     n: int | None = None
 
 
 class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a request."""
+    """The body of a request of SGLang's ``POST /generate``."""
 
     text: str | list[Any] | None = None
     input_ids: list[Any] | None = None
@@ -150,7 +150,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def _given_ids(self, count: int) -> list[list[int]]:
-        """Return the tokens whose logprobs are wanted at each position, by prompt."""
+        """Return for each prompt the tokens whose logprobs are wanted at each position."""
         given = self.token_ids_logprob or []
         ids = [one for one in given if isinstance(one, int)]
         if len(ids) == len(given):
@@ -180,7 +180,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         return [convert_fields(one, _Sampling, SGLANG_FIELDS, **_SAMPLING_PART) for one in several]
 
     def _rids(self, count: int) -> list[str]:
-        """Return the id of each prompt."""
+        """Return for each prompt the id by which clients may abort it."""
         rid = self.rid or ""
         if isinstance(rid, str):
             return [f"{rid}_{at}" for at in range(count)] if count > 1 else [rid]
@@ -193,7 +193,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _each(name: str, value: _T | list[_T] | None, default: _T, count: int) -> list[_T]:
-    """Return a value for each prompt."""
+    """Return a list with a value for each prompt. The request gives one value, or such a list."""
     if not isinstance(value, list):
         return [default if value is None else value] * count
     if len(value) != count:
@@ -202,7 +202,7 @@ def _each(name: str, value: _T | list[_T] | None, default: _T, count: int) -> li
 
 
 def _given(params: _Sampling, fields: Any, at: int) -> dict[str, Any]:
-    """Return the fields of ``SamplingParams`` that are given."""
+    """Return the fields of ``SamplingParams`` that a request gives, and the default length."""
     values = params.given_sampling(min_tokens=0)
     given = fields[at] if isinstance(fields, list) else fields or {}
     if "max_new_tokens" not in given:
@@ -214,11 +214,11 @@ def parse(body: bytes) -> GenerateRequest:
     """Parse the body of a request.
 
     Raises:
-        InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
-            is not supported.
+        InvalidRequest: the body is not JSON, a field has a wrong type, or a field asks for
+            something that is not supported.
     """
     made = decode_body(body, GenerateRequest, SGLANG_FIELDS)
-    # The answer shows the id, and clients may abort by it.
+    # A request needs an id, because the answer has it and clients may abort the request by it.
     return made if made.rid else msgspec.structs.replace(made, rid=secrets.token_hex(16))
 
 
@@ -226,18 +226,18 @@ def parse(body: bytes) -> GenerateRequest:
 
 
 class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """See ``TokenAnswer``.
+    """Makes the answer to a request of SGLang's ``POST /generate``. See ``TokenAnswer``.
 
     Attributes:
-        ids: of the completions.
-        several: the answer is a list.
-        logprobs: whether they are wanted, by completion.
-        texts: add the text of tokens to logprobs.
-        prompts: add the tokens of the prompt.
-        given: by completion, the tokens whose logprobs are wanted at each position.
-        experts_from: the position of the first routed experts that are wanted; None: none are.
-        decoded: texts of tokens.
-        scored: by prompt, its tokens whose logprobs are wanted.
+        ids: the id of each completion.
+        several: whether the answer is a list.
+        logprobs: for each completion, whether the request wants its logprobs.
+        texts: whether to add the texts of tokens to logprobs.
+        prompts: whether to add the tokens of the prompt.
+        given: for each completion, the tokens whose logprobs are wanted at each position.
+        experts_from: the first position whose routed experts are wanted. None: no routed experts.
+        decoded: the texts of tokens that were decoded so far, by token id.
+        scored: for each prompt, its tokens with their logprobs, if the request wants these.
     """
 
     ids: list[str]
@@ -268,7 +268,8 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return event(sglang_error(error)) + DONE
 
     def _event(self, index: int, completion: Completion, text: str) -> bytes:
-        # As SGLang does without --incremental-streaming-output, each event has all so far.
+        # Each event has the whole output so far, as in SGLang without
+        # --incremental-streaming-output.
         more = {"index": index} if self.several else {}
         return event({**self._made(index, completion, text), **more})
 
@@ -302,7 +303,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return info
 
     def _logprobs(self, index: int, completion: Completion) -> dict[str, Any]:
-        """Return the logprobs, each with the token and its text or null."""
+        """Return the logprobs of a completion. Each comes with its token, and its text or null."""
 
         def entry(logprob: float | None, id_: int) -> list[Any]:
             text = self.decoded.get(id_) if self.texts else None
@@ -315,7 +316,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         if self.scored:
             prompt = self.scored[index * len(self.scored) // len(self.ids)]
         logprobs: dict[str, Any] = {
-            # The first one has no logprob in SGLang, wherever it is.
+            # In SGLang, the first token in this list has no logprob, at whatever position it is.
             "input_token_logprobs": [
                 entry(one.logprob if at else None, one.id) for at, one in enumerate(prompt)
             ],
@@ -352,7 +353,7 @@ def _finish_of(completion: Completion) -> dict[str, Any] | None:
 
 
 def sglang_error(error: HttpError) -> dict[str, Any]:
-    """Return the body of an error in SGLang's own API."""
+    """Return the body of an answer for an error, in SGLang's own API."""
     return {"error": {"message": str(error), "type": error.kind, "code": error.status}}
 
 

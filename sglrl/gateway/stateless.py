@@ -1,6 +1,6 @@
 """Turns that belong to no session.
 
-If a client, a pause or a weight update aborts them, they have the tokens so far.
+If a client, a pause or a weight update aborts such a turn, the answer has its tokens so far.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ class StatelessTurn(Turn):
     """The choices of requests that belong to no session. They are sampled at the same time.
 
     Args:
-        base: its settings hold for all requests.
-        on_tokens: called with new tokens, if the request is a stream.
+        base: the spec whose settings apply to all requests.
+        requests: the requests, one for each prompt.
+        on_tokens: is called with new tokens if the requests are streams.
 
     Raises:
         InvalidRequest: a value of a request is wrong.
@@ -46,13 +47,13 @@ class StatelessTurn(Turn):
         super().__init__(self._sample(), False)
 
     def abort(self, rid: str | None = None) -> int:
-        """End the choices of a request. They have the tokens so far, and "abort" as the reason.
+        """End the choices of a request. They keep their tokens, with finish_reason "abort".
 
-        A choice that is not a stream has the tokens that its worker has reported: up to 64 tokens
-        are lost.
+        If the request is not a stream, up to 64 tokens are lost, which the worker has not reported
+        yet.
 
         Args:
-            rid: None: all requests.
+            rid: the id of the request. None: all requests.
 
         Returns:
             The number of choices that were running.
@@ -67,10 +68,13 @@ class StatelessTurn(Turn):
 
 
 class _Choice:
-    """A choice.
+    """Samples one choice of a request.
 
     Args:
-        number: its number among the choices with the same seed.
+        spec: the settings of the choice.
+        request: the request.
+        number: the number of the choice among the choices with the same seed.
+        on_chunk: is called with new tokens.
     """
 
     def __init__(
@@ -105,7 +109,7 @@ class _Choice:
         self._session.close()
 
     async def _without_tokens(self) -> Completion:
-        """Sample nothing. The request wants the logprobs of its prompt, which come later."""
+        """Return a completion without tokens, for a request that wants only prompt logprobs."""
         prompt, request = await self.spec.ids(), self._request
         params = self.spec.prepare({**request.sampling, "max_new_tokens": 1}).params
         return without_tokens(self.spec, prompt, params, request.top_logprobs, self._began)

@@ -1,4 +1,7 @@
-"""The conversations of a session's answers, by id: OpenAI's ``previous_response_id``."""
+"""Store the conversations of a session, which requests continue by ``previous_response_id``.
+
+The field is part of OpenAI's Responses API.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,15 @@ class Store:
 
     def __init__(self) -> None:
         self._conversations: dict[str, list[Message]] = {}
-        """By id of the answer at the end."""
+        """Each conversation by the id of the answer at its end."""
         self._messages: dict[bytes, Message] = {}
-        """By digest."""
+        """All different messages by their digests."""
 
     def find(self, id_: str) -> list[Message]:
         """Return the conversation that ends with an answer.
 
         Raises:
-            HttpError: there is none of this id.
+            HttpError: no answer with this id is stored.
         """
         conversation = self._conversations.get(id_)
         if conversation is None:
@@ -48,8 +51,8 @@ class Store:
         """Store the conversations of requests and their answers, if they were sampled.
 
         Args:
-            requests: as returned by ``continued``.
-            sampling: samples the answers, and is done.
+            requests: the requests as ``continued`` returned them.
+            sampling: the finished task that has sampled the answers.
         """
         if sampling.cancelled() or sampling.exception() is not None:
             return
@@ -66,10 +69,11 @@ class Store:
 
 
 def continued(request: TurnRequest, store: Store | None) -> TurnRequest:
-    """Return a request with the whole conversation, also that before its own messages.
+    """Put the stored conversation that a request continues before the request's own messages.
 
     Args:
-        store: of the session. None: the request belongs to none.
+        request: the request.
+        store: the store of the session. None: the request belongs to no session.
 
     Raises:
         HttpError: the conversation is not in the store.

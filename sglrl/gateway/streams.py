@@ -1,4 +1,4 @@
-"""Streams: the events of a request's choices, with text or with tokens, as they arrive."""
+"""Make the events of streams from the text or the tokens of choices, as they arrive."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 class Arrivals(Generic[_T]):
-    """A queue from callbacks to the one coroutine that iterates over it until it ends."""
+    """A queue to which callbacks add items. One coroutine iterates over the items until its end."""
 
     def __init__(self) -> None:
         self._items: list[_T] = []
@@ -34,12 +34,12 @@ class Arrivals(Generic[_T]):
         self._arrived.set()
 
     def end(self, task: asyncio.Task[Any] | None = None) -> None:
-        """End the iteration after all items. This may be the callback of a finished task."""
+        """End the iteration after all items. This method can be the callback of a task."""
         self._ended = True
         self._arrived.set()
 
     async def begun(self) -> None:
-        """Wait for the first item, or the end."""
+        """Wait for the first item, or for the end of the queue."""
         await self._arrived.wait()
 
     async def __aiter__(self) -> AsyncIterator[_T]:
@@ -58,8 +58,8 @@ class StreamedText:
     """Makes the events of a stream with the text of messages.
 
     Attributes:
-        arrived: for each new text, the number of its choice, the part of its message, the text, and
-            a function that returns the tokens that have arrived since the text before.
+        arrived: the new texts. For each, there is the number of its choice, the part of its
+            message, the text, and the ``NewTokens`` that have arrived since the previous text.
     """
 
     def __init__(self, requests: Sequence[TurnRequest]) -> None:
@@ -70,7 +70,7 @@ class StreamedText:
 
     @property
     def sent(self) -> list[Mapping[Part, str]]:
-        """For each choice, the text of each part of the message so far."""
+        """For each choice, the text of each part of the message that was passed on so far."""
         return [{} if deltas is None else deltas.sent for deltas in self._deltas]
 
     def add(self, choice: int, spec: SessionSpec, chunk: TokenChunk) -> None:
@@ -97,7 +97,7 @@ class StreamedText:
 
 
 class StreamedTokens:
-    """Makes the events of a stream with tokens. Events that are late have several new tokens.
+    """Makes the events of a stream with tokens. An event may have several new tokens.
 
     Attributes:
         arrived: the choices that have new tokens.
@@ -111,7 +111,7 @@ class StreamedTokens:
 
     @property
     def sent(self) -> list[Sent]:
-        """What the events had, by choice."""
+        """For each choice, the part that the events so far have sent."""
         return [Sent() if choice is None else choice.sent for choice in self._choices]
 
     def add(self, choice: int, spec: SessionSpec, chunk: TokenChunk) -> None:
@@ -124,7 +124,8 @@ class StreamedTokens:
         if entry is None:
             entry = self._choices[choice] = _Choice(spec, self._requests[choice], self._began)
         if chunk.finish in ("", "abort") and chunk.ids:
-            # Aborted turns of sessions go on. The end of a turn is sent with the whole turn.
+            # A session continues a turn that was aborted. Any other last tokens of a turn are sent
+            # by ``TokenAnswer.end``.
             entry.add(chunk)
             self.arrived.add(choice)
 
@@ -153,7 +154,7 @@ class _Choice:
         self._texts = StreamText(spec.requests.decode, self._params)
         self._undecoded: list[TokenChunk] = []
         self._chunks: list[TokenChunk] = []
-        """One for each policy version, so that an event is made of few."""
+        """The tokens so far. Those of one policy version are joined, so there are few chunks."""
         self._tokens = 0
         self.sent = Sent()
 
@@ -177,7 +178,7 @@ class _Choice:
         return Progress(completion, self._so_far, self.sent)
 
     def mark_sent(self) -> None:
-        """The tokens so far were sent, and the text that was decoded."""
+        """Record that all tokens so far, and the text that was decoded, were sent."""
         self.sent = Sent(self._tokens, len(self._text))
 
     def _so_far(self) -> str:
@@ -201,7 +202,7 @@ def _joined(one: TokenChunk, other: TokenChunk) -> TokenChunk:
 
 
 def _prompt_of(spec: SessionSpec, request: TurnRequest) -> bytes:
-    """Return the prompt's token ids, int32. b"": they are not known yet."""
+    """Return the prompt's token ids, int32, or b"" if they are not known yet."""
     if request.prompt is not None and not isinstance(request.prompt, str):
         return np.array(request.prompt, "<i4").tobytes()
     # The turn has begun, so its prompt is encoded.

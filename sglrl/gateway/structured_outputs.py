@@ -22,7 +22,7 @@ _OURS: Final = {
     "regex": "regex",
     "grammar": "ebnf",
 }
-"""Our names of the grammars in ``structured_outputs``. The others are structural tags."""
+"""For each grammar in ``structured_outputs``, our name. All others become structural tags."""
 
 
 class _Fields(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,7 +34,7 @@ class _Fields(msgspec.Struct, frozen=True, kw_only=True):
     structural_tag: str | dict[str, Any] | None = None
 
     def given(self) -> list[tuple[str, Any]]:
-        """Return the names of ``SamplingParams`` that are given, and their values."""
+        """Return the given grammars as names and values of ``SamplingParams``."""
         fields = [
             ("json_schema", self.json),
             ("json_schema", {"type": "object"} if self.json_object else None),
@@ -52,8 +52,8 @@ def with_structured_outputs(
     """Return fields of ``SamplingParams`` with the grammar of ``structured_outputs``.
 
     Args:
-        sampling: the other fields that are given.
-        fields: of ``structured_outputs``. None, or empty: there is no grammar.
+        sampling: the other sampling parameters of the request.
+        fields: the fields of ``structured_outputs``. None, or empty: there is no grammar.
 
     Raises:
         InvalidRequest: a field is wrong, or there are two grammars.
@@ -69,11 +69,11 @@ def with_structured_outputs(
 
 
 def grammar_names(form: Any, fields: Mapping[str, Any] | None) -> dict[str, str]:
-    """Return the client's names of grammars, by our name. See ``TurnRequest.names``.
+    """Return the client's name of the grammar for each of our names. See ``TurnRequest.names``.
 
     Args:
-        form: ``response_format``, or None.
-        fields: of ``structured_outputs``.
+        form: the field ``response_format``, or None.
+        fields: the fields of ``structured_outputs``.
     """
     if fields:
         given = next((name for name, value in fields.items() if value is not None), "")

@@ -1,4 +1,4 @@
-"""Parts of answers that are made of tokens."""
+"""Make the parts of answers that list or count tokens."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from .answers import token_counts
 from .dialect import Message
 
 _BLOCK: Final = 64
-"""Tokens that are decoded together."""
+"""Number of tokens that are decoded together."""
 _FRAME: Final = 64
-"""Most characters of a format before reasoning."""
+"""Maximum number of characters that a format writes before the reasoning."""
 
 
 class TokenRow(NamedTuple):
@@ -45,6 +45,7 @@ def usage_of_prompts(completions: Sequence[Completion], choices: int) -> dict[st
     """Return OpenAI's ``usage`` of several prompts.
 
     Args:
+        completions: the completions of all prompts, in order.
         choices: number of completions of each prompt.
     """
     prompt = sampled = cached = 0
@@ -60,24 +61,26 @@ def usage_of_prompts(completions: Sequence[Completion], choices: int) -> dict[st
 
 
 def reasoning_tokens(completion: Completion, message: Message) -> int:
-    """Return the number of tokens up to the end of the reasoning. 0: there is none.
+    """Return the number of tokens up to the end of the reasoning, or 0 without reasoning.
 
     Args:
-        message: of the turn, from ``message_of``.
+        completion: the turn.
+        message: the message of the turn, from ``message_of``.
     """
     return tokens_until(completion, (message.get("reasoning_content") or "").strip())
 
 
 def tokens_until(completion: Completion, text: str) -> int:
-    """Return how many tokens a turn has up to the end of the text with which it begins.
+    """Return the number of tokens of a turn up to the end of a text at its beginning.
 
-    Only these tokens are decoded, once each.
+    Only tokens at the beginning are decoded.
 
     Args:
-        text: the format may add up to ``_FRAME`` characters before it. "": the result is 0.
+        completion: the turn.
+        text: the text. The format may add up to ``_FRAME`` characters before it.
 
     Returns:
-        0 if the turn does not begin with the text.
+        The number of tokens. 0 if the text is empty or the turn does not begin with it.
     """
     ids = completion.output_ids.tolist()
     before, start = "", 0
@@ -86,7 +89,7 @@ def tokens_until(completion: Completion, text: str) -> int:
         while (block := completion.decode(ids[start:stop], False)).endswith("\ufffd"):
             if stop >= len(ids):
                 break
-            stop += 1  # the rest of a character
+            stop += 1  # Include all tokens of the last character.
         if len(before) + len(block) >= len(text) and text in before + block:
             for end in range(start + 1, stop):
                 if text in before + completion.decode(ids[start:end], False):

@@ -21,7 +21,7 @@ from .dialect import Message, decode_body
 
 
 class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a request: ``prompt`` or ``messages``."""
+    """The body of a request to ``/tokenize``. It has either ``prompt`` or ``messages``."""
 
     model: str | None = None
     prompt: str | None = None
@@ -62,7 +62,7 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DetokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a request."""
+    """The body of a request to ``/detokenize``."""
 
     tokens: list[int]
     model: str | None = None
@@ -99,7 +99,7 @@ async def tokenize(client: Client, body: bytes) -> dict[str, Any]:
 
 
 async def detokenize(client: Client, body: bytes) -> dict[str, Any]:
-    """Return the text of tokens, with special tokens.
+    """Return the text of tokens, by default with special tokens.
 
     Raises:
         InvalidRequest: a field or a token is wrong.
@@ -111,7 +111,7 @@ async def detokenize(client: Client, body: bytes) -> dict[str, Any]:
     await load_tokenizer(requests.box)
     skip = bool(request.skip_special_tokens)
     text = await in_thread(requests.decode, request.tokens, skip)
-    # As vLLM and as SGLang call it.
+    # vLLM's answer has the field "prompt", and SGLang's answer has the field "text".
     return {"prompt": text, "text": text}
 
 
@@ -122,4 +122,4 @@ CONVERTING: Final[Mapping[str, tuple[Convert, type[msgspec.Struct]]]] = {
     "/v1/tokenize": (tokenize, TokenizeRequest),
     "/v1/detokenize": (detokenize, DetokenizeRequest),
 }
-"""By path, with the body of a request."""
+"""For each path, the function that answers and the struct of the request's body."""

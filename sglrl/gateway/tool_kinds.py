@@ -1,8 +1,8 @@
-"""Tools that are no plain functions, as functions that chat templates know.
+"""Show custom tools and namespaces to the model as functions, which chat templates know.
 
 A custom tool takes a text. The model sees a function with one argument, the text. A namespace has
-functions and custom tools. The model sees each of them under a name that begins with that of the
-namespace. Answers have the calls in the form that the client expects.
+functions and custom tools. The model sees each of them under a name that begins with the name of
+the namespace. In answers, tool calls have the form that the client expects.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ class Shown(NamedTuple):
     """A tool as the client has given it.
 
     Attributes:
-        namespace: "": it is in none.
-        custom: it takes a text.
+        name: the name of the tool.
+        namespace: the name of the tool's namespace. "": the tool is in no namespace.
+        custom: whether the tool takes a text.
     """
 
     name: str
@@ -29,7 +30,7 @@ class Shown(NamedTuple):
 
 
 def shown_name(name: str, namespace: str = "") -> str:
-    """Return the name of a tool that the model sees."""
+    """Return the name under which the model sees a tool."""
     return f"{namespace}{_SEPARATOR}{name}" if namespace else name
 
 
@@ -37,8 +38,10 @@ def custom_function(name: str, description: str, form: Any) -> dict[str, Any]:
     """Return the function that stands for a custom tool.
 
     Args:
-        form: the format of the text. A grammar becomes part of the description: the model is asked
-            to follow it.
+        name: the name that the model sees.
+        description: the description of the tool.
+        form: the format of the text. A grammar becomes part of the description, which asks the
+            model to follow it.
     """
     if isinstance(form, Mapping) and form.get("type") == "grammar":
         grammar = form.get("grammar", form)
@@ -52,13 +55,13 @@ def custom_function(name: str, description: str, form: Any) -> dict[str, Any]:
 
 
 def input_of(arguments: str) -> str | None:
-    """Return the text of a call of a custom tool.
+    """Return the text in the arguments of a custom tool's call.
 
     Args:
-        arguments: JSON.
+        arguments: the arguments as JSON.
 
     Returns:
-        None if the model has not written exactly one text.
+        The text. None if the model has not written exactly one text.
     """
     try:
         values = json.loads(arguments)
@@ -69,5 +72,5 @@ def input_of(arguments: str) -> str | None:
 
 
 def arguments_of(text: str) -> str:
-    """Return the arguments of a call with a text, as JSON."""
+    """Return the arguments of a custom tool's call with this text, as JSON."""
     return json.dumps({_INPUT: text}, ensure_ascii=False)

@@ -1,9 +1,9 @@
-"""Weights that trainers send with the requests of SGLang's server.
+"""Receive the weights that trainers send with the requests of SGLang's server.
 
 https://docs.sglang.ai/advanced_features/sglang_for_rl.html
 
-For a trainer, the gateway is one rank of its process group. The weights go on to all workers
-through the pool's own channel, so an update reaches all of them or none.
+A trainer sees the gateway as one rank of its process group. The gateway sends the weights to all
+workers through the pool's own channel, so an update reaches either all workers or none.
 """
 
 from __future__ import annotations
@@ -27,9 +27,10 @@ from .settings import Settings
 _SECONDS: Final = 300.0
 """Time limit for forming a group and for each update. TorchRL's client has the same limit."""
 _MAX_DIGITS: Final = 10
-"""Of a version."""
+"""Maximum number of digits of a version."""
 _UNCHANGED: Final = without_effect("flush_cache", "torch_empty_cache")
-"""Fields that change nothing: versions never share a prefix cache."""
+"""Fields that have no effect. The prefix cache need not be flushed, because versions never share
+it."""
 
 
 class _Join(msgspec.Struct, frozen=True):
@@ -76,15 +77,15 @@ BODIES: Final[dict[str, type[msgspec.Struct]]] = {
     "/update_weights_from_distributed": _Update,
     "/update_weights_from_disk": _FromDisk,
 }
-"""The bodies of requests, by path."""
+"""For each path, the struct of the request's body."""
 
 
 class _Member(NamedTuple):
-    """This process in a group.
+    """The membership of this process in the group of a trainer.
 
     Attributes:
         group: a ``TrainerGroup``.
-        thread: only it may use the group. It waits for the trainer.
+        thread: the only thread that may use the group. It waits for the trainer.
     """
 
     group: Any
@@ -92,12 +93,14 @@ class _Member(NamedTuple):
 
 
 class TrainedWeights:
-    """Takes part in the groups of trainers, and updates the pool with what they send.
+    """Joins the groups of trainers, and updates the pool with the weights that they send.
 
-    Weights that arrive while a trainer pauses generation become live together, when it continues.
+    Weights that arrive while a trainer has paused generation are held. They become live together
+    when generation continues.
 
     Args:
-        client: of the pool.
+        client: the client of the pool.
+        settings: the device and the address from which the gateway sends the weights.
     """
 
     def __init__(self, client: Client, settings: Settings) -> None:
@@ -105,14 +108,14 @@ class TrainedWeights:
         self._settings = settings
         self._groups: dict[str, _Member] = {}
         self._lock = asyncio.Lock()
-        """Held by each update."""
+        """Each update holds this lock, so that only one update runs."""
         self._paused = False
         self._held: dict[str, Any] = {}
         self._version: int | None = None
-        """Of the held weights."""
+        """The version of the held weights."""
 
     def handlers(self) -> dict[str, Callable[[bytes], Awaitable[Any]]]:
-        """Return what handles the body of a request, by its path."""
+        """Return for each path the function that handles a request's body."""
         handlers = (self._join, self._leave, self._update, self._update_from_disk)
         return dict(zip(BODIES, handlers, strict=True))
 
@@ -124,7 +127,7 @@ class TrainedWeights:
     # --- pauses -----------------------------------------------------------------------------------
 
     def pausing(self) -> bool:
-        """Hold weights until ``resuming``. Return whether they were held before."""
+        """Hold weights until ``resuming`` is called. Return whether they were held before."""
         before, self._paused = self._paused, True
         return before
 
@@ -132,7 +135,7 @@ class TrainedWeights:
         """Make the held weights live.
 
         Raises:
-            SglrlError: the update failed. The weights are dropped, and the pause goes on.
+            SglrlError: the update failed. The held weights are dropped, and the pause continues.
         """
         async with self._lock:
             held, self._held = self._held, {}
@@ -217,7 +220,7 @@ class TrainedWeights:
             weights,
             version=version,
             inflight=inflight,
-            # Also for complete weights: the pool sees that nothing is missing.
+            # This is also right for complete weights, because the pool sees that none are missing.
             partial=True,
             # A trainer that sends buckets gives all of them the version of the update.
             same_version=bool(version) and version == client.weight_version,
@@ -241,7 +244,10 @@ def _port(given: int | str) -> int:
 
 
 def _inflight(abort: bool) -> str:
-    """Return how an update treats running requests. SGLang lets them finish, or aborts them."""
+    """Return the value of ``inflight`` for an update.
+
+    SGLang aborts running requests before an update, or lets them finish.
+    """
     return "abort" if abort else "drain"
 
 
@@ -260,7 +266,7 @@ def _no_group(name: str) -> InvalidRequest:
 
 
 def update_error(error: HttpError) -> dict[str, Any]:
-    """Return the body of an error of these requests."""
+    """Return the body of an answer for an error, as SGLang answers requests about weights."""
     return {"success": False, "message": str(error)}
 
 

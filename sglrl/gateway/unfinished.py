@@ -1,4 +1,4 @@
-"""Completions that have no end yet, were aborted, or have no tokens."""
+"""Make completions of turns that have not ended, were aborted, or have no tokens."""
 
 from __future__ import annotations
 
@@ -19,13 +19,15 @@ def unfinished(
     top_logprobs: int,
     began: float,
 ) -> Completion:
-    """Return the tokens of a turn so far.
+    """Return the tokens of a turn so far as a completion.
 
     Args:
-        spec: of the session.
-        prompt: token ids, int32.
-        chunks: at least one.
-        began: when it was submitted, on the driver's clock.
+        spec: the spec of the turn's session.
+        prompt: the token ids of the prompt, int32.
+        chunks: the tokens so far, at least one chunk.
+        params: the sampling parameters of the turn.
+        top_logprobs: number of likeliest tokens at each position.
+        began: the time at which the turn was submitted, on the driver's clock.
     """
     return Completion(
         worker=-1,
@@ -52,10 +54,9 @@ def aborted(
     top_logprobs: int,
     began: float,
 ) -> Completion:
-    """Return the tokens of a turn that was aborted: its ``finish_reason`` is "abort".
+    """Return the tokens of an aborted turn as a completion with the ``finish_reason`` "abort".
 
-    Args:
-        chunks: those that have arrived.
+    The arguments are as for ``unfinished``, but there may be no chunks.
     """
     cached = chunks[-1].cached_tokens if chunks else 0
     end = TokenChunk(
@@ -67,6 +68,6 @@ def aborted(
 def without_tokens(
     spec: SessionSpec, prompt: bytes, params: SamplingParams, top_logprobs: int, began: float
 ) -> Completion:
-    """Return a completion with a prompt and no output tokens, which has ended by "length"."""
+    """Return a completion without output tokens. Its ``finish_reason`` is "length"."""
     end = TokenChunk(b"", finish="length", version=spec.requests.weights.version)
     return unfinished(spec, prompt, [end], params, top_logprobs, began)

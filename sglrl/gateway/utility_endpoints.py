@@ -1,4 +1,4 @@
-"""Endpoints of SGLang and vLLM that sample nothing: abort, tokenize, and what a benchmark needs."""
+"""Endpoints of SGLang and vLLM that sample nothing: abort, tokenize, model info, flush cache."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ class _AbortSeveral(msgspec.Struct, frozen=True):
 
 
 class UtilityEndpoints:
-    """Answers the requests.
+    """Answers the requests to these endpoints.
 
     Args:
-        client: of the pool.
+        client: the client of the pool.
+        access: finds the sessions of requests and reads their bodies.
         running: the turns that clients may abort.
     """
 
@@ -59,7 +60,7 @@ class UtilityEndpoints:
         ]
 
     async def abort(self, request: Request) -> Response:
-        """SGLang's: abort the running requests with an id, or all of them."""
+        """Abort the running requests with an id, or all of them. This is SGLang's endpoint."""
         session = self._access.session_of(request)
         given = decode_body(await self._access.body(request), _Abort)
         if not (given.rid or given.abort_all):
@@ -68,14 +69,14 @@ class UtilityEndpoints:
         return json_response({"aborted": self._running.abort(rid, session)})
 
     async def abort_several(self, request: Request) -> Response:
-        """vLLM's: abort the running requests with these ids."""
+        """Abort the running requests with the given ids. This is vLLM's endpoint."""
         session = self._access.session_of(request)
         given = decode_body(await self._access.body(request), _AbortSeveral)
         ids = [id_ for id_ in given.request_ids if id_]
         return json_response({"aborted": sum(self._running.abort(id_, session) for id_ in ids)})
 
     async def convert(self, convert: Convert, request: Request) -> Response:
-        """Tokenize or detokenize."""
+        """Tokenize or detokenize the text in a request, with the function ``convert``."""
         self._access.session_of(request)
         return json_response(await convert(self._client, await self._access.body(request)))
 
@@ -91,7 +92,10 @@ class UtilityEndpoints:
         return json_response(info)
 
     async def flush_cache(self, request: Request) -> Response:
-        """Empty the prefix caches. Status 400: an engine has requests and keeps its cache."""
+        """Empty the prefix caches. The status is 400 if an engine has requests and keeps its cache.
+
+        All clients share the caches, so the request needs the gateway's key.
+        """
         if self._access.session_of(request) is not None:
             raise HttpError(403, "a session cannot empty the caches of all: use the gateway's key")
         success = await self._client.flush_cache()

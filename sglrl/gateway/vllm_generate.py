@@ -1,4 +1,6 @@
-"""vLLM's ``POST /inference/v1/generate``, token ids in and out: requests and answers, without I/O.
+"""vLLM's ``POST /inference/v1/generate``: requests and answers, without I/O.
+
+Prompts and outputs are token ids.
 
 Source: ``GenerateRequest`` and ``SamplingParams`` of vLLM 0.33
 (https://docs.vllm.ai/en/latest/api/vllm/entrypoints/scale_out/token_in_token_out/protocol).
@@ -38,12 +40,12 @@ from .structured_outputs import grammar_names, with_structured_outputs
 from .token_answers import TokenRow, token_rows, usage_of_prompts
 
 MIN_LOGPROB: Final = -9999.0
-"""JSON has no infinity. vLLM sends this instead."""
+"""Stands for minus infinity, which JSON does not have. vLLM sends the same number."""
 
 
 @sampling_fields("vllm")
 class _Sampling(SamplingBody, frozen=True, kw_only=True):
-    """``sampling_params``, with vLLM's names."""
+    """The field ``sampling_params``, with vLLM's names."""
 
     n: int | None = None
     logprobs: int | None = None
@@ -52,7 +54,7 @@ class _Sampling(SamplingBody, frozen=True, kw_only=True):
     structured_outputs: dict[str, Any] | None = None
 
     def given(self) -> dict[str, Any]:
-        """Return the fields of ``SamplingParams`` that are given."""
+        """Return the fields of ``SamplingParams`` that the request gives."""
         given = self.given_sampling()
         if given.get("seed") == -1:
             del given["seed"]
@@ -60,7 +62,7 @@ class _Sampling(SamplingBody, frozen=True, kw_only=True):
 
 
 class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """The body of a request."""
+    """The body of a request of vLLM's ``POST /inference/v1/generate``."""
 
     token_ids: list[int]
     sampling_params: dict[str, Any] = {}
@@ -92,7 +94,7 @@ class TokenRequest(msgspec.Struct, frozen=True, kw_only=True):
             sampling=sampling.given(),
             top_logprobs=logprobs,
             prompt_logprobs=wanted_of(sampling.prompt_logprobs),
-            # vLLM samples the lowest number first.
+            # In vLLM, requests with the lowest number are sampled first.
             priority=-(self.priority or 0),
             rid=self.request_id or "",
             experts_from=start,
@@ -128,13 +130,13 @@ def parse(body: bytes) -> TokenRequest:
     """Parse the body of a request.
 
     Raises:
-        InvalidRequest: it is not JSON, a field has a wrong type, or a field asks for something that
-            is not supported.
+        InvalidRequest: the body is not JSON, a field has a wrong type, or a field asks for
+            something that is not supported.
     """
     made = decode_body(body, TokenRequest, VLLM_FIELDS)
     if made.request_id:
         return made
-    # The answer shows the id, and clients may abort by it.
+    # A request needs an id, because the answer has it and clients may abort the request by it.
     return msgspec.structs.replace(made, request_id=secrets.token_hex(16))
 
 
@@ -142,14 +144,14 @@ def parse(body: bytes) -> TokenRequest:
 
 
 class TokensAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """See ``TokenAnswer``.
+    """Makes the answer to a request of vLLM's token API. See ``TokenAnswer``.
 
     Attributes:
-        id: of the request.
-        created: seconds since 1970.
-        model: name of the model.
+        id: the id of the request.
+        created: the time of the answer, in seconds since 1970.
+        model: the name of the model.
         request, sampling: the body of the request, and its ``sampling_params``.
-        scored: the tokens of the prompt, if their logprobs are wanted.
+        scored: the tokens of the prompt with their logprobs, if the request wants these.
     """
 
     id: str
@@ -233,7 +235,7 @@ def _entry(row: TokenRow) -> dict[str, Any]:
 
 
 def _one(id_: int, logprob: float, rank: int | None) -> dict[str, Any]:
-    # Clients of older versions read ``token``.
+    # Clients of older vLLM versions read ``token``.
     return {
         "token": f"token_id:{id_}",
         "token_id": id_,
