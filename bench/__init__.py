@@ -1,1 +1,1 @@
-"""Benchmarks that measure sglrl and its peers in the same run: see README.md."""
+"""Benchmarks that measure sglrl and its peers in the same run. README.md describes them."""

@@ -1,7 +1,8 @@
-"""``python -m bench.accelerations``: what each acceleration of SGLang gains, one by one.
+"""``python -m bench.accelerations``: measure what each acceleration of SGLang gains.
 
-One engine runs with all accelerations, then one engine without each of them. Every engine has the
-same four loads. A gain is the rate with all accelerations divided by the rate without this one.
+First an engine runs with all accelerations. Then, for each acceleration, an engine runs with all
+others. Every engine has the same four loads. The gain of an acceleration is the rate with all
+accelerations, divided by the rate without this one.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from .parts import Note, Part
 from .report import Json, Report, ratio
 
 Load = Callable[[sglrl.Client, int], Awaitable[int]]
-"""Run one repetition, and return how many units it had."""
+"""Runs one repetition, and returns its number of units: tokens, turns or queries."""
 
 _NAMES = ("gpu_sampling", "decode_results", "shared_prefix", "short_prefill", "queries")
 
@@ -70,7 +71,7 @@ async def _turns(client: sglrl.Client, repetition: int) -> int:
 
 
 async def _queries(client: sglrl.Client, repetition: int) -> int:
-    """Ask 32 times for the next 100 likeliest tokens, each time after one more token, 64 tasks."""
+    """Run 64 tasks. Each asks 32 times for the 100 likeliest next tokens, after one more token."""
 
     async def ask(number: int) -> None:
         ids = _ids((repetition, number), 32)
@@ -92,7 +93,7 @@ LOADS: dict[str, Load] = {
 
 
 async def measure(note: Note, *, case: str, names: Sequence[str], repeats: int) -> dict[str, float]:
-    """Return the median rate of each load with these accelerations."""
+    """Return the median rate of each load on an engine with the accelerations ``names``."""
     rates: dict[str, float] = {}
     chosen = CASES[case]._replace(in_flight=256)
     async with chosen.launch(accelerations=list(names)) as client:

@@ -26,8 +26,8 @@ from .repetitions import TEMPERATURE, Repetitions
 class Feed:
     """Feeds the scheduler with requests and counts its output tokens.
 
-    Keeps ``in_flight`` requests running. After the last repetition of its plan, it asks the
-    scheduler to shut down.
+    The feed keeps ``in_flight`` requests running. After the last repetition of its plan, it asks
+    the scheduler to shut down.
     """
 
     def __init__(self, case: Case) -> None:
@@ -43,10 +43,11 @@ class Feed:
         self._first = self._last = 0.0
 
     def begin(self, repetitions: Repetitions, flush: Callable[[], bool]) -> None:
-        """Set the plan.
+        """Set the plan of repetitions.
 
         Args:
-            flush: empties the prefix cache. It returns False while the scheduler is not idle.
+            repetitions: the plan, which also collects the results.
+            flush: empties the prefix cache, and returns False while the scheduler is not idle.
         """
         self._plan = repetitions.plan()
         self._repetitions = repetitions
@@ -141,7 +142,7 @@ class _Receiver(SchedulerRequestReceiver):  # type: ignore[misc]
 
 
 class BareScheduler(Scheduler):  # type: ignore[misc]
-    """SGLang's scheduler with its own loop. A ``Feed`` sends the requests and gets the output."""
+    """SGLang's scheduler with its own loop. A ``Feed`` sends requests and receives the output."""
 
     def __init__(self, feed: Feed, *args: Any) -> None:
         self.bench_feed = feed

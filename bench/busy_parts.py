@@ -1,6 +1,6 @@
 """The runs of ``bench.rollout`` that measure how busy engines are, and how early groups finish.
 
-Each runs in its own process, see ``parts``. The fake engines take time for a step.
+Each run has its own process, see ``parts``. A step of these fake engines takes time.
 """
 
 from __future__ import annotations
@@ -43,12 +43,20 @@ async def busy(
     The engines run a limited number of requests at once.
 
     Args:
-        agents: number of agents when the run finds how many run at a time.
-        other_agents: number of agents of the other ways.
-        places: requests that an engine runs at once.
+        note: shows the user what runs.
+        agents: number of agents when the run itself finds how many agents run at a time.
+        other_agents: number of agents in every other way.
+        turns: number of turns of an agent.
+        tool: shortest and longest time of a tool, in seconds.
+        replicas: number of engines.
+        places: number of requests that an engine runs at once.
         slower: how many times as long a slow agent takes.
-        fixed: numbers of agents at a time, as multiples of all places.
-        batches: sizes of batches that are waited for, as multiples of all places.
+        step_seconds: duration of a step of an engine.
+        tokens_per_step: tokens that a request receives in a step.
+        capacity_seconds: duration of each measurement of the engines' capacity.
+        fixed: fixed numbers of agents at a time, as multiples of all places.
+        batches: sizes of the batches in the ways that wait for a whole batch, as multiples of all
+            places.
     """
     prompts, agent, all_places = Prompts(), agent_of(turns, tool), places * replicas
 
@@ -80,7 +88,7 @@ async def busy(
             return (after - before) / (ended - begun)
 
         async def measured(take: Callable[[int], Any], count: int, warm: int) -> dict[str, float]:
-            """Measure the next agents. ``await take(n)`` returns the next n groups that end."""
+            """Measure the next ``count`` agents. ``await take(n)`` returns the next n groups."""
             await take(warm)
             gc.collect()
             gc.freeze()
@@ -110,7 +118,7 @@ async def busy(
                 async def take(n: int) -> list[sglrl.Group]:
                     return [(await run.take())[0] for _ in range(n)]
 
-                # The first agents to end are quick ones. Wait until slow ones have ended too.
+                # The first agents that end are quick ones. Wait until slow agents have ended too.
                 figures = await measured(take, count, max(count // 4, 3 * run.concurrency))
                 return figures | {"concurrency": run.concurrency}
 
@@ -159,10 +167,11 @@ async def depth(
     replicas: int,
     engine: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Deliver the groups of a data set one by one, and of its first batch alone.
+    """Measure when the groups of a data set arrive, and how busy the engines are.
 
-    Then run all samples of the data set at once. No run has more requests for the engines. The
-    steady tokens/s exclude the first and the last batch.
+    There are three runs: with the first batch as the whole data set, with the data set, and with
+    all samples of the data set at once. No run can have more requests for the engines than the
+    last. The steady tokens/s exclude the first and the last batch.
     """
     prompts, agent = Prompts(), agent_of(turns, tool)
     all_items = [{"number": i, "input_ids": prompts[i][:32]} for i in range(items)]

@@ -1,4 +1,4 @@
-"""Models with loads, and the engine arguments of every system that runs them."""
+"""The cases of the benches: models with a load, and the engine arguments of every system."""
 
 from __future__ import annotations
 
@@ -54,19 +54,23 @@ _SHAPES = {
     "qwen3-32b": _shape(5120, 64, 64, 25_600, False),
 }
 _RECIPE = 1
-"""Change this number when the files written change. It keeps an old folder from being used."""
+"""Change this number when the written files change, so that no old folder is used."""
 
 
 class Case(NamedTuple):
     """A model and the load on it.
 
     Attributes:
-        model: "tiny", or a key of the shapes above. SGLang makes up the weights of a shape.
-        prompt: prompt tokens of each request.
-        new: tokens that each request generates.
-        requests: requests in one repetition.
-        samples: requests that have the same prompt. A system makes them in one call if it can.
-        extra: engine arguments of every system, which override the others.
+        model: "tiny", or a key of ``_SHAPES``. SGLang makes random weights for such a shape.
+        vocab: number of token ids from which prompts are drawn.
+        prompt: number of prompt tokens of each request.
+        new: number of tokens that each request generates.
+        in_flight: number of requests that run at the same time.
+        requests: number of requests in one repetition.
+        repeats: number of repetitions.
+        samples: number of requests that have the same prompt. A system makes them in one call if it
+            can.
+        extra: engine arguments for every system, which override the others.
     """
 
     name: str
@@ -100,16 +104,17 @@ class Case(NamedTuple):
         """SGLang's ``ServerArgs`` for every system, without model, device, dtype and tokenizer."""
         arguments: dict[str, Any] = {"random_seed": 1}
         if self.on_gpu:
-            # Capture a CUDA graph for the case's own batch size, so that full batches decode in
-            # one.
+            # Capture a CUDA graph for the case's own batch size, so that a full batch decodes in a
+            # single graph.
             arguments |= gpu_arguments(cuda_graph_max_bs_decode=self.in_flight)
         return {**arguments, **self.extra}
 
     @property
     def folder(self) -> str:
-        """A folder with config and tokenizer, made on first use, without a network.
+        """The model's folder with its configuration and tokenizer.
 
-        Only the tiny model's folder has weights.
+        The folder is made on first use, without a network. Only the folder of the tiny model has
+        weights.
         """
         from sglrl.launching.tiny_model import make_tokenizer, tiny_model
 
@@ -127,12 +132,12 @@ class Case(NamedTuple):
         return str(folder)
 
     def launch(self, folder: str | None = None, **arguments: Any) -> sglrl.Client:
-        """Return a pool with the case's engine arguments. ``arguments`` are those of ``launch``."""
+        """Return a pool with the case's engine arguments and further arguments of ``launch``."""
         given = {"device": self.device, "dtype": self.dtype, **self.arguments, **arguments}
         return sglrl.launch(folder or self.folder, **given)
 
     def server_arguments(self, folder: str | None = None, **arguments: Any) -> dict[str, Any]:
-        """Return all ``ServerArgs`` for the systems that are SGLang's own."""
+        """Return all ``ServerArgs`` for systems that run SGLang's own engine or server."""
         from .sglang_cpu import cpu_arguments
 
         return {
@@ -158,7 +163,7 @@ CaseName = StrEnum("CaseName", {name: name for name in CASES})  # type: ignore[m
 
 
 def gpu_arguments(**more: Any) -> dict[str, Any]:
-    """Return engine arguments for a GPU, without those that this SGLang version does not have."""
+    """Return engine arguments for a GPU, except arguments that this SGLang version lacks."""
     from sglrl.launching.engine_fields import engine_fields
 
     known = engine_fields()
@@ -175,8 +180,8 @@ def gpu_arguments(**more: Any) -> dict[str, Any]:
 def prompts(case: Case, repetition: int, count: int) -> list[list[int]]:
     """Return distinct random prompts: equal for every system, different in every repetition.
 
-    So the prefix cache is on, and finds only the prompts that samples share. Repetition -1 is the
-    warm-up.
+    The prefix cache is on, but it can find only prompts that several samples share. Repetition -1
+    is the warm-up.
     """
     draw = random.Random(f"{case.name} {repetition}")
     return [[draw.randrange(case.vocab) for _ in range(case.prompt)] for _ in range(count)]

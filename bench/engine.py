@@ -1,7 +1,7 @@
-"""``python -m bench.engine``: how much of an engine's speed reaches its users.
+"""``python -m bench.engine``: measure how much of an engine's speed reaches its users.
 
 The bench measures the bare scheduler loop, our client, ``sglang.Engine`` and SGLang's HTTP server
-one after the other in one run. All have the same model, requests and engine arguments.
+one after the other in one run. All four have the same model, requests and engine arguments.
 """
 
 from __future__ import annotations

@@ -18,10 +18,10 @@ from .repetitions import TEMPERATURE, Repetitions
 from .sglang_server import sglang_server
 
 Generate = Callable[[list[int]], Awaitable[int]]
-"""Send one prompt, await all samples, and return the number of tokens that have a logprob."""
+"""Sends one prompt, awaits all samples, and returns the number of tokens that have a logprob."""
 
 Flush = Callable[[], Awaitable[Any]]
-"""Empty the prefix cache, so that no repetition pays for evicting older prompts."""
+"""Empties the prefix cache, so that no repetition pays for evicting older prompts."""
 
 
 async def _measure(
@@ -29,8 +29,8 @@ async def _measure(
 ) -> dict[str, Any]:
     """Measure a system under the load of an asyncio client.
 
-    ``in_flight`` samples run at the same time. Each task sends its next prompt when its last one is
-    answered.
+    ``in_flight`` samples run at the same time. Each task sends its next prompt when its previous
+    prompt is answered.
     """
     repetitions = Repetitions(case, begun, note)
     clock = time.perf_counter
@@ -93,7 +93,8 @@ def bare(note: Note, *, case: Case, folder: str) -> dict[str, Any]:
     from .bare_scheduler import BareScheduler, Feed
 
     if not case.on_gpu:
-        # Our worker attends in the same way. So only the fabric can cause a difference.
+        # Our worker computes attention with the same acceleration, so only the fabric can cause a
+        # difference.
         sglang_cpu.prepare("cpu_attention")
     server_args = ServerArgs(**case.server_arguments(folder, skip_tokenizer_init=True))
     port_args = PortArgs.init_new(server_args)
@@ -162,7 +163,7 @@ async def http(note: Note, *, case: Case, folder: str) -> dict[str, Any]:
 
     begun = time.perf_counter()
     note("starting")
-    # This JSON codec costs the client least.
+    # Of all JSON codecs, this one costs the client the least.
     encode, decode = msgspec.json.Encoder().encode, msgspec.json.Decoder().decode
     headers = {"content-type": "application/json"}
     request = {"sampling_params": _sampling(case), "return_logprob": True, "stream": False}

@@ -1,7 +1,8 @@
-"""``python -m bench.fabric``: the cost of a call through the fabric, HTTP, Ray and Monarch.
+"""``python -m bench.fabric``: measure the cost of a call through our fabric, HTTP, Ray and Monarch.
 
-The engine is fake, so that the bench measures the way to the engine and back: 64 token ids in, 64
-ids and 64 logprobs out, over the whole path of ``await client.generate(...)`` on one event loop.
+The engine is fake, so that the bench measures only the way to the engine and back. A call sends 64
+token ids and returns 64 ids and 64 logprobs. For our fabric, this is the whole path of ``await
+client.generate(...)`` on one event loop.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _OPTIONAL: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "Ray actor": ("ray", "ray", fabric_peers.ray),
     "Monarch actor": ("monarch", "torchmonarch", fabric_peers.monarch),
 }
-"""Peers that may be missing: the module, its package, and the part that needs it."""
+"""For each peer that may be missing: its module, its package, and the part that needs them."""
 _LEVELS = (64, 512, 4096)
 _DEFAULT_ROUTING = ("prefix-aware", "requests")
 
@@ -130,7 +131,7 @@ def _print(report: Report, results: dict[str, Any]) -> None:
 
 
 def _compare(report: Report, results: dict[str, Any]) -> None:
-    """Compare the figures of the first transport that was measured with the targets."""
+    """Compare figures with the targets. Ours are of the first transport that was measured."""
     name = next((n for n in results if n in ("sglrl ipc", "sglrl tcp")), "sglrl")
     ours = results.get(name)
     waiting = results.get("waiting calls")

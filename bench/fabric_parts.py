@@ -76,7 +76,7 @@ async def actor(note: Note, *, load: LoadPlan) -> dict[str, Any]:
 
 
 async def transport(note: Note, *, load: LoadPlan) -> dict[str, Any]:
-    """Send equal bytes over our sockets, one message a call, without codec, checks or routing."""
+    """Send as many bytes over our sockets, one message a call, without codec, checks or routing."""
     from sglrl.transport.zmq import ZmqRouter
 
     from .zmq_echo import END, IDENTITY
@@ -130,7 +130,7 @@ async def waiting(note: Note, *, calls: int, bare: bool) -> dict[str, Any]:
             del ids
 
         held = wait if bare else call
-        # Allocate what is allocated only once: caches, the driver's tables.
+        # Let everything be allocated that is allocated only once: caches, the driver's tables.
         await _hold(held, 10, _resident)
         note(f"{calls:,} wait")
         # Measure the growth of the process first. Later, freed memory would hide part of it.
@@ -150,7 +150,7 @@ def _allocated() -> int:
 
 
 async def _hold(call: Any, count: int, size: Any) -> float:
-    """Return by how many bytes a call ``size`` grows while ``count`` calls wait.
+    """Return the growth of ``size()`` while ``count`` calls wait, divided by their number.
 
     The calls are cancelled at the end.
     """
@@ -159,7 +159,7 @@ async def _hold(call: Any, count: int, size: Any) -> float:
     before = size()
     for i in range(count):
         tasks[i] = asyncio.get_running_loop().create_task(call(i))
-    # Each task runs until it waits in the loop's next turn. Its message is sent one turn later.
+    # In the loop's next turn, each task runs until it waits. One turn later, its message is sent.
     for _ in range(3):
         await asyncio.sleep(0)
     gc.collect()
@@ -178,15 +178,18 @@ async def _hold(call: Any, count: int, size: Any) -> float:
 
 
 _TIMED = 31
-"""A prime number, so that the sample does not follow any period of the load."""
+"""One of this many messages is timed. The number is a prime, so that the timed messages do not
+follow any period of the load."""
 
 
 class _MemoryPool:
-    """Replaces the pool of processes that ``Client`` expects: its workers echo in this process.
+    """A replacement for the pool of processes that ``Client`` expects. Its workers echo calls.
+
+    The workers run in this process.
 
     Attributes:
-        echo_seconds: CPU time of the echoes, which real workers would spend on other cores. It is
-            measured at one message in ``_TIMED``: with many workers each message has one call, and
+        echo_seconds: CPU time of the echoes, which real workers would spend on other cores. Only
+            one of ``_TIMED`` messages is timed. With many workers, each message has one call, and
             reading the thread's clock around every message took 4 % of the total time.
     """
 
@@ -208,7 +211,7 @@ class _MemoryPool:
         self.outer_address = ""
         self.engine = SIMULATED_ENGINE
         self.echo_seconds = 0.0
-        # True for one message in ``_TIMED``.
+        # ``clocked()`` returns True for one message in ``_TIMED``.
         clocked = itertools.cycle([False] * (_TIMED - 1) + [True]).__next__
         self.driver = Driver(router, FabricConfig(routing=routing))
         decode_args = msgspec.msgpack.Decoder(GenerateArgs).decode

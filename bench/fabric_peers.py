@@ -27,7 +27,7 @@ async def http(note: Note, *, load: LoadPlan) -> dict[str, Any]:
 
 
 class _Echo:
-    """Returns its first argument, like the actors of the peers."""
+    """The actor of Ray and Monarch, which returns its first argument."""
 
     def generate(
         self, input_ids: list[int], max_new_tokens: int, logprobs: bool

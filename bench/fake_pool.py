@@ -1,4 +1,4 @@
-"""Pools of fake engines, with the vocabulary of the payload."""
+"""Start pools of fake engines with the vocabulary of the payload, and call them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIMULATED_ENGINE = EngineInfo(
 
 
 def fake_pool(**arguments: Any) -> sglrl.Client:
-    """Return a pool of fake engines. The arguments are those of ``launch``."""
+    """Return a pool of fake engines, with any further arguments of ``launch``."""
     return sglrl.launch("fake", engine="fake", vocab_size=VOCAB, **arguments)
 
 

@@ -21,13 +21,18 @@ class FaultCase(NamedTuple):
     """A pool, its load and its faults.
 
     Attributes:
+        replicas: number of workers.
+        faults: number of faults.
         gap: average seconds between faults.
         shares: relative frequency of each kind of fault.
+        in_flight: number of callers.
+        hang_timeout: as in ``launch``.
         tolerance: largest allowed difference of a logprob. It is 0 for the fake engine. A real
-            engine computes in another batch and order. None compares only the number of tokens:
-            with 16 bits, another batch may choose other tokens.
+            engine needs some tolerance, because after a fault it computes in another batch and
+            order. None: compare only the number of tokens, because with 16 bits another batch may
+            choose other tokens.
         wait_target: milliseconds allowed from a SIGKILL to the next token.
-        back_target: milliseconds allowed from a SIGKILL to full strength.
+        back_target: milliseconds allowed from a SIGKILL until all workers are ready again.
     """
 
     name: str
@@ -47,7 +52,7 @@ class FaultCase(NamedTuple):
 
     @property
     def model(self) -> str:
-        """The model's folder, made on first use."""
+        """The folder of the model, which is made on first use."""
         if self.is_fake:
             return "fake"
         return ENGINE_CASES["8b" if self.on_gpus else "tiny-cpu"].folder
@@ -77,7 +82,7 @@ class FaultCase(NamedTuple):
     def launch(self, model: str | None = None, **more: Any) -> sglrl.Client:
         """Return a pool that replaces lost workers without limit.
 
-        A fake step yields four tokens in 10 ms, so calls take 0.1 to 0.4 s.
+        A step of the fake engine yields four tokens in 10 ms, so calls take 0.1 to 0.4 s.
         """
         engine: dict[str, Any] = {"device": "cpu", "max_running_requests": 32}
         if self.is_fake:
@@ -90,7 +95,10 @@ class FaultCase(NamedTuple):
     def update_of(
         self, client: sglrl.Client, model: str | None = None, timeout: float | None = None
     ) -> Callable[[], Awaitable[Any]] | None:
-        """Return what updates to the weights that the workers have; None if no fault needs it."""
+        """Return a function that sends the workers their own weights again as an update.
+
+        Return None if no fault of this case needs an update.
+        """
         if not self.shares.get(UPDATE):
             return None
         from safetensors.torch import load_file
@@ -101,7 +109,7 @@ class FaultCase(NamedTuple):
         return partial(client.update_weights, weights, timeout=timeout)
 
     async def load(self, client: sglrl.Client, seed: int, pause: float = 0.0) -> Load:
-        """Return callers whose prompts have one right answer each: a pool's without faults."""
+        """Return callers with prompts that have one right answer, the answer without faults."""
         prompts = self.prompts(seed)
         if self.is_fake:
             answers: list[Answer | None] = [_by_formula(prompt) for prompt in prompts]
@@ -119,7 +127,7 @@ class FaultCase(NamedTuple):
 
 
 def _by_formula(prompt: Prompt) -> Answer:
-    """Compute a fake engine's answer, see ``workers/engine/fake.py``."""
+    """Compute the answer of a fake engine, which ``workers/engine/fake.py`` defines."""
     count = prompt.options["max_new_tokens"]
     logprobs = (-(np.arange(count, dtype=np.float32) + 1) / 1024).astype("<f4")
     return Answer(np.resize(np.array(prompt.ids, dtype=np.int32), count), logprobs, "length")

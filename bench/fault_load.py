@@ -1,7 +1,7 @@
-"""Callers in a closed loop with known answers, and counts of the answers that they get.
+"""Run callers in a closed loop whose right answers are known, and count their outcomes.
 
 A prompt belongs to one caller, so no two running calls have the same prompt. The prompt therefore
-identifies a call at a worker. Calls are unary and streamed in turn.
+identifies a call at a worker. Unary and streamed calls alternate.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _TIMEOUT = 60.0
 _NOTE_SECONDS = 5.0
 _EXAMPLES = 20
 _REMEMBERED = 2_000
-"""Ended calls remembered. The limit keeps the bench's own memory from growing during a soak."""
+"""Number of ended calls that are remembered. With a limit, the bench's own memory does not grow
+during a soak."""
 
 
 class Prompt(NamedTuple):
@@ -47,8 +48,9 @@ class Answer(NamedTuple):
     """The answer to a prompt without faults.
 
     Attributes:
-        ids: int32 [t].
-        logprobs: float32 [t].
+        ids: the sampled tokens, int32 [t].
+        logprobs: the logprobs of the tokens, float32 [t].
+        finish: the finish reason.
     """
 
     ids: NDArray[np.int32]
@@ -58,15 +60,15 @@ class Answer(NamedTuple):
 
 @dataclass
 class Strike:
-    """One fault that happened. Times are seconds from ``at``, when the signal had been sent.
+    """One fault that happened. Times are in seconds from ``at``, when the signal had been sent.
 
     Attributes:
-        held: calls that the worker held.
-        waits: for each stream that the worker held, seconds until the first token from another
+        held: number of calls that the worker held.
+        waits: for each stream that the worker held, the time until the first token from another
             worker.
-        back: seconds until the replacement was ready.
-        alone: no other worker was stopped or slow at that time, so that no call could get from
-            one fault into another.
+        back: time until the replacement was ready.
+        alone: whether no other worker was stopped or slow at that time. Otherwise a call could have
+            moved from this fault to a worker with another fault.
     """
 
     kind: str
@@ -87,11 +89,12 @@ class Outcomes:
     or too many tokens) or wrong.
 
     Attributes:
-        streams: calls of ``stream``.
-        resumed: calls that another worker continued.
-        losses: workers that these calls lost.
-        recomputed: tokens that another worker had to prefill to continue.
-        reasons: examples of errors, with their number.
+        streams: number of calls of ``stream``.
+        resumed: number of calls that another worker continued.
+        losses: number of workers that were lost while they held these calls.
+        tokens: number of tokens in all answers.
+        recomputed: number of tokens that another worker had to prefill to continue a call.
+        reasons: examples of errors, each with the number of its occurrences.
     """
 
     submitted: int = 0
@@ -112,23 +115,26 @@ class Outcomes:
         return settled and not (self.lost or self.duplicated or self.wrong)
 
     def add_example(self, text: str) -> None:
-        """Keep an example of an error."""
+        """Count an error, if there are not too many different errors yet."""
         if text in self.reasons or len(self.reasons) < _EXAMPLES:
             self.reasons[text] += 1
 
 
 class _Stream:
-    """A running stream: its tokens with their times, and the strikes on workers that held it."""
+    """A running stream, with the strikes on workers that held it.
+
+    ``pieces`` has the time and the position of each chunk.
+    """
 
     def __init__(self) -> None:
         self.pieces: list[tuple[float, int]] = []
         self.strikes: list[Strike] = []
 
     def record_waits(self, continued: Sequence[int]) -> None:
-        """Record each strike's wait until the stream continued at another worker.
+        """Record for each strike the time until the stream continued at another worker.
 
-        Tokens that the struck worker had sent before may still arrive after the strike. They do
-        not continue the stream.
+        Tokens that the struck worker sent before the strike may still arrive after it. They do not
+        count as a continuation.
 
         Args:
             continued: the positions at which another worker continued.
@@ -141,7 +147,7 @@ class _Stream:
 
 
 class Load:
-    """Runs ``in_flight`` callers, which ask for the prompts again and again until ``stop``.
+    """Runs ``in_flight`` callers, which send the prompts again and again until ``stop`` is called.
 
     Each caller waits ``pause`` seconds between an answer and its next call.
     """
@@ -172,7 +178,7 @@ class Load:
 
     @property
     def _fabric(self) -> Any:
-        """The driver's tables. The client does not show which worker holds a call."""
+        """The driver's tables, which show the worker that holds a call. The client does not."""
         return self.client.pool.driver.fabric
 
     async def run(self) -> None:
@@ -183,10 +189,11 @@ class Load:
 
     @asynccontextmanager
     async def running(self, faults: Callable[[], int], note: Note) -> AsyncIterator[None]:
-        """Run the callers during the block, and note now and then how their calls ended.
+        """Run the callers while the block runs, and regularly show how their calls ended.
 
         Args:
             faults: returns the number of faults so far.
+            note: shows a text to the user.
         """
 
         async def show() -> None:
@@ -223,16 +230,16 @@ class Load:
                     running.strikes.append(strike)
 
     def may_strike(self, worker: int) -> bool:
-        """Return whether no call that the worker holds would be given up if the worker died.
+        """Return whether the worker may be killed without making one of its calls fail.
 
-        A call that has lost ``max_attempts`` workers in a row is given up, because it may be what
-        kills them. On a busy machine, a call can be struck that often before its first token.
+        A call that has lost ``max_attempts`` workers in a row fails, because it may be the cause of
+        the losses. On a busy machine, a call can lose that many workers before its first token.
         """
         most = self._fabric.config.max_attempts - 1
         return all(call.losses < most for call in self._fabric.members[worker].calls.values())
 
     def left_over(self) -> list[str]:
-        """Check the driver's tables, and return what is wrong if no call runs."""
+        """Check the driver's tables when no call should run, and describe what is wrong."""
         validate(self._fabric)
         left = len(self._fabric.calls)
         return [f"{left} calls are left in the driver's tables"] if left else []
@@ -297,9 +304,12 @@ class Load:
     def _check(
         self, prompt: Prompt, answer: Answer, made: sglrl.Completion, pieces: Sequence[Any]
     ) -> None:
-        """Compare an answer with the right one, and count the outcome.
+        """Compare an answer with the right answer, and count the outcome.
 
         Args:
+            prompt: the prompt.
+            answer: the right answer.
+            made: the answer of the pool.
             pieces: the chunks of a stream, which must add up to the whole answer.
         """
         outcomes = self.outcomes
@@ -337,17 +347,17 @@ class Load:
 
     @contextmanager
     def count_ends(self) -> Iterator[None]:
-        """Count calls that end twice.
+        """Count calls that end twice, while the block runs.
 
-        The caller has returned by then and cannot notice the second end. So this replaces the
-        methods through which the driver delivers the end.
+        A caller has already returned and cannot notice the second end. This therefore replaces the
+        methods through which the driver delivers the end of a call.
         """
         ended: dict[tuple[int, float], None] = {}
         originals = [(kind, kind.end) for kind in (replies.GenerationReply, replies.ChunkReply)]
 
         def counted(original: Any) -> Any:
             def end(reply: Any, call: Any, outcome: Any, frames: Any) -> None:
-                # Another pool of this process has calls with the same numbers.
+                # The id alone is not enough, because another pool in this process has the same ids.
                 key = (call.id, call.submitted_at)
                 if key in ended:
                     self.outcomes.duplicated += 1
@@ -374,9 +384,9 @@ async def fault_free(
     """Return the answers of a pool without faults.
 
     Returns:
-        One answer a prompt. It is None if the prompt has more than one right answer: at some
-        position, the two likeliest tokens are so close that logprobs that are off by ``tolerance``
-        may swap them.
+        One answer for each prompt. It is None if the prompt has more than one right answer. Then,
+        at some position, the logprobs of the two likeliest tokens are so close that errors of
+        ``tolerance`` may swap the tokens.
     """
     room = asyncio.Semaphore(in_flight)
 

@@ -1,7 +1,7 @@
 """Draw kind, target and time of each fault from a seed, so that a run can be repeated.
 
-A run keeps these times as well as the machine allows. Two runs of one seed still differ, because
-the processes race each other. The bench is made to test these races.
+A run keeps these times as well as the machine allows. Two runs with the same seed still differ,
+because the processes race each other. The bench tests these races.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 KILL = "kill"
-"""SIGKILL."""
+"""The worker receives SIGKILL."""
 STOP = "stop"
-"""SIGSTOP, then SIGCONT before the driver treats the worker as dead."""
+"""The worker receives SIGSTOP, and SIGCONT before the driver treats it as dead."""
 HANG = "hang"
-"""SIGSTOP without SIGCONT. The driver has to detect and kill the worker."""
+"""The worker receives SIGSTOP and no SIGCONT. The driver has to detect the worker and kill it."""
 DROP = "drop"
 """The worker's connections to the driver are shut down while it runs."""
 SLOW = "slow"
@@ -26,12 +26,12 @@ UPDATE = "update"
 FATAL = (KILL, HANG, DROP, UPDATE)
 """Faults after which the worker has to be replaced."""
 STANDING = (STOP, HANG, SLOW)
-"""Faults during which the worker keeps its calls and gets more, but does little or no work."""
+"""Faults during which the worker keeps its calls and receives more, but does little or no work."""
 
 BLINK = "blink"
 """The link of a host is down for less than the heartbeat timeout."""
 AWAY = "away"
-"""The link is down for longer. The workers return."""
+"""The link is down for longer than the heartbeat timeout. The workers return."""
 INWARD = "inward"
 """The packets to the host are lost for a while."""
 OUTWARD = "outward"
@@ -39,13 +39,13 @@ OUTWARD = "outward"
 GONE = "gone"
 """The link is down for longer than the orphan timeout. The workers are replaced."""
 WORKER = "worker"
-"""SIGKILL to a worker of the host."""
+"""A worker of the host receives SIGKILL."""
 NODE = "node"
-"""SIGKILL to a node, which starts again."""
+"""The node of the host receives SIGKILL, and starts again."""
 TWO = "two"
-"""SIGKILL to two nodes at once, which start again."""
+"""The nodes of two hosts receive SIGKILL at once, and start again."""
 DRIVER = "driver"
-"""The program with the calls is stopped."""
+"""The program that makes the calls is stopped for a while."""
 
 HOST_SHARES: Mapping[str, float] = {
     BLINK: 5,
@@ -60,7 +60,7 @@ HOST_SHARES: Mapping[str, float] = {
 }
 """Relative frequency of each kind of fault of a host."""
 BURST = 0.2
-"""Share of faults of workers that happen together with the previous fault."""
+"""The share of faults of workers that happen together with the previous fault."""
 _SECONDS = {
     STOP: (0.05, 0.8),
     SLOW: (0.2, 1.0),
@@ -80,9 +80,10 @@ class Fault(NamedTuple):
     """One fault.
 
     Attributes:
-        gap: seconds after the previous fault.
-        target: a random number. Take it modulo the number of workers or hosts that can be struck.
-        seconds: how long the fault lasts. For UPDATE: seconds until the worker is killed.
+        gap: seconds from the previous fault to this fault.
+        target: a random number. Modulo the number of workers or hosts that may be struck, it
+            selects one of them.
+        seconds: duration of the fault. For UPDATE: seconds until the worker is killed.
     """
 
     kind: str
@@ -97,7 +98,11 @@ def schedule(
     """Return ``count`` faults, ``gap`` seconds apart on average, in proportion to ``shares``.
 
     Args:
-        burst: share of faults that happen together with the previous fault.
+        seed: the seed of the random numbers.
+        count: number of faults.
+        gap: average seconds between faults.
+        shares: relative frequency of each kind of fault.
+        burst: the share of faults that happen together with the previous fault.
     """
     draw = random.Random(seed)
     kinds = draw.choices(list(shares), list(shares.values()), k=count)

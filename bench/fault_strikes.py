@@ -1,7 +1,7 @@
 """Inflict faults on the workers of a running client, with signals and shut-down connections.
 
-Only processes in ``client.workers`` are struck, each through its own pidfd. So no harm is done if
-the system has given the process number to another process meanwhile.
+Only processes in ``client.workers`` are struck, each through its own pidfd. A process that has
+reused the process number of an exited worker is therefore never struck.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ from .fault_load import Load, Strike
 from .fault_schedule import DROP, FATAL, HANG, KILL, SLOW, STANDING, STOP, UPDATE, Fault
 
 Update = Callable[[], Awaitable[Any]]
-"""Make one weight update."""
+"""Makes one weight update."""
 _POLL = 0.004
-"""Seconds between checks of the workers' states. This is the error of the time to full strength."""
+"""Seconds between checks of the workers' states. The measured time until a replacement is ready has
+this error."""
 _PATIENCE = 60.0
 """Seconds that the pool may take until all workers are ready again."""
 _RUN, _REST = 0.02, 0.06
-"""Seconds that a slow worker runs and is stopped, in turn."""
+"""Seconds for which a slow worker runs, and seconds for which it is stopped, in turn."""
 _AFTERMATH = 0.5
-"""Seconds after a fault in which a call of its worker may get into the next fault."""
+"""Seconds after a fault during which a call of the struck worker may move to a worker that is then
+struck too."""
 _PIDFD_GETFD = 438
 
 _SIGNALS = {
@@ -48,8 +50,10 @@ class Striker:
     """Carries out faults, each in its own task, so that they overlap.
 
     Args:
-        spare: how many ready workers have no fault at any time.
-        among: the workers that may be struck; None for all.
+        client: the client of the pool.
+        load: the callers of the pool.
+        spare: number of ready workers that have no fault at any time.
+        among: the ids of the workers that may be struck. None: all workers.
         update: makes one weight update.
     """
 
@@ -70,23 +74,24 @@ class Striker:
         self.strikes: list[Strike] = []
         self.updates = 0
         self.refused: Counter[str] = Counter()
-        """Counts weight updates that raised, by error. They may raise if all workers keep their old
-        weights."""
+        """Counts the weight updates that failed, by error. An update may fail if all workers keep
+        their old weights."""
         self._disturbed: set[int] = set()
         self._standing: set[int] = set()
         self._replaced: dict[int, Strike] = {}
         self._whole = asyncio.Event()
 
     async def run(self, faults: Sequence[Fault]) -> None:
-        """Carry out all faults. Return when the pool is whole again.
+        """Carry out all faults. Return when all workers are ready again.
 
-        Also return after ``_PATIENCE`` seconds. ``missing`` then lists the lost workers.
+        After ``_PATIENCE`` seconds, return in any case. ``missing`` then lists the lost workers.
         """
         watch = asyncio.ensure_future(self._watch())
         try:
             async with asyncio.TaskGroup() as group:
                 with contextlib.suppress(TimeoutError):
-                    # No worker could be struck for too long. ``missing`` lists the reasons.
+                    # A TimeoutError means that for too long no worker could be struck. ``missing``
+                    # lists the reasons.
                     for fault in faults:
                         await asyncio.sleep(fault.gap)
                         worker, handle = await self._target(fault.target)
@@ -111,7 +116,7 @@ class Striker:
     async def _target(self, drawn: int) -> tuple[sglrl.WorkerInfo, int]:
         """Return a ready worker without a current fault, and a pidfd of its process.
 
-        It holds no call that a fault would end: see ``Load.may_strike``.
+        The worker holds no call that a further fault would make fail: see ``Load.may_strike``.
         """
         async with asyncio.timeout(_PATIENCE):
             while True:
@@ -187,7 +192,7 @@ class Striker:
                 self.refused[f"{type(error).__name__}: {error}"] += 1
 
     async def _watch(self) -> None:
-        """Record when the replacements of struck workers are ready, and whether all workers are."""
+        """Record when the replacement of each struck worker is ready, and when all workers are."""
         while True:
             await asyncio.sleep(_POLL)
             workers = self.client.workers
@@ -204,7 +209,7 @@ class Striker:
 
 
 async def _slow_down(handle: int, seconds: float) -> None:
-    """Continue and stop a stopped process in turn. At the end the process runs."""
+    """Continue and stop a stopped process in turn. In the end, the process runs."""
     until = time.monotonic() + seconds
     while True:
         await asyncio.sleep(_REST)
@@ -218,7 +223,7 @@ async def _slow_down(handle: int, seconds: float) -> None:
 def shut_connections(pid: int, handle: int) -> None:
     """Shut down a process's connections to the driver in both directions, like a network failure.
 
-    Neither side gets a warning, and messages under way are lost.
+    Neither side receives a warning, and messages in transit are lost.
 
     Args:
         pid: the process.
@@ -226,7 +231,7 @@ def shut_connections(pid: int, handle: int) -> None:
 
     Raises:
         ProcessLookupError: the process has exited, or has no connection to the driver.
-        PermissionError: the system does not let us take another process's socket.
+        PermissionError: the system does not allow access to the sockets of another process.
     """
     library = ctypes.CDLL(None, use_errno=True)
     shut = 0
@@ -248,7 +253,7 @@ def shut_connections(pid: int, handle: int) -> None:
             continue
         with socket.socket(fileno=descriptor) as connection, contextlib.suppress(OSError):
             peer = connection.getpeername()
-            # The driver's socket is in a pool's folder.
+            # The driver's socket is a file in the folder of a pool.
             if isinstance(peer, str) and "/pool-" in peer:
                 connection.shutdown(socket.SHUT_RDWR)
                 shut += 1

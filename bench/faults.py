@@ -71,9 +71,12 @@ def print_outcomes(
     """Print how the calls under faults ended, and compare the numbers with the targets.
 
     Args:
-        title: begins the title of the table, and the names of the targets if it has a colon.
-        faults: number of faults that should have happened; None without this target.
-        more: further rows.
+        report: the report of the bench.
+        title: the start of the table's title. If it has a colon, the part before the colon also
+            begins the names of the targets.
+        result: the figures of the run.
+        faults: number of faults that should have happened. None: there is no such target.
+        more: further rows of the table.
     """
     kinds = ", ".join(f"{count} {kind}" for kind, count in sorted(result["faults"].items()))
     right = result["answered"] - result["duplicated"] - result["wrong"]
@@ -135,7 +138,7 @@ def _print(report: Report, case: FaultCase, result: dict[str, Any]) -> None:
 
 
 async def measure(note: Note, *, case: FaultCase, model: str, seed: int) -> dict[str, Any]:
-    """Put a new pool under load, inject the faults, and return the outcome of the calls."""
+    """Run the load of a case on a new pool, inject the faults, and return the figures."""
     note("starting")
     async with case.launch(model) as client:
         load = await case.load(client, seed)
@@ -191,10 +194,10 @@ async def _troubles(client: sglrl.Client, load: Load) -> list[str]:
 def _recovery(strikes: list[Strike]) -> dict[str, dict[str, Any]]:
     """Return the milliseconds from the faults until the pool recovered, by kind of fault.
 
-    "first_ms" is the time until the first token of any of the worker's streams, and "stream_ms"
-    until the next token of each stream. "back_ms" is the time until the replacement was ready.
-    "kill alone" are kills after which no call could get to a stopped worker. "kill by itself" are
-    those of them while no other worker was being replaced.
+    "first_ms" is the time until any of the worker's streams continued. "stream_ms" has the time
+    until each of these streams continued. "back_ms" is the time until the replacement was ready.
+    The kind "kill alone" has the kills after which no call could move to a stopped worker. The kind
+    "kill by itself" has those of these kills during which no other worker was being replaced.
     """
     away = [strike for strike in strikes if strike.kind in FATAL]
     kinds = {kind: [s for s in away if s.kind == kind] for kind in FATAL}

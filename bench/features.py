@@ -1,4 +1,4 @@
-"""``python -m bench.features``: what adapters, masks, sleep and starts cost on a GPU."""
+"""``python -m bench.features``: measure what adapters, masks, sleep and starts cost on a GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .report import Json, Report
 
 _DEFAULT = CaseName("8b")
 _TARGETS = {
-    # name in the part's result: what it is, target, unit
+    # For each name in the result of a part: its title, its target, and the unit.
     "start_second_s": ("start of a second worker, with two GPUs", 12, "s"),
     "start_replacement_s": ("start of a replacement", 8, "s"),
     "lora_replace_ms": ("replace an adapter of rank 32", 30, "ms"),
@@ -49,7 +49,7 @@ _MODULES = {
     "mlp.up_proj": ("hidden", "middle"),
     "mlp.down_proj": ("middle", "hidden"),
 }
-"""The modules of Qwen3 that have an adapter, with the sizes of their inputs and outputs."""
+"""The modules of Qwen3 that an adapter changes, with the names of their input and output sizes."""
 
 
 PartName = StrEnum("PartName", {n: n for n in ("lora", "masks", "sleep", "start")})  # type: ignore[misc]
@@ -183,10 +183,9 @@ async def masks(note: Note, *, case: Case) -> dict[str, Any]:
 
 
 def used_memory(device: str) -> float:
-    """Return the memory that is in use on the first visible GPU, in MiB.
+    """Return the used memory of the first visible GPU, in MiB. The engine runs on this GPU.
 
-    The engine uses this GPU. ``CUDA_VISIBLE_DEVICES`` holds indices or UUIDs, and nvidia-smi takes
-    both.
+    ``CUDA_VISIBLE_DEVICES`` has indices or UUIDs of GPUs, and nvidia-smi accepts both.
     """
     if device == "cpu":
         return 0.0
@@ -236,9 +235,9 @@ async def sleep(note: Note, *, case: Case) -> dict[str, Any]:
 
 
 async def start(note: Note, *, case: Case) -> dict[str, Any]:
-    """Measure seconds until a worker serves, and until its first batch of four is answered.
+    """Measure the seconds until a worker serves, and until its first four requests are answered.
 
-    The first start also imports SGLang, and compiles kernels that no cache has.
+    The first start also imports SGLang, and compiles kernels that are not cached.
     """
     figures: dict[str, Any] = {}
 
@@ -262,7 +261,7 @@ async def start(note: Note, *, case: Case) -> dict[str, Any]:
         figures["start_first_s"] = time.perf_counter() - begun
         figures["start_first_batch_s"] = await answered(0)
         for name in ("replacement", "later_replacement"):
-            # A spare process is made after a second without work.
+            # The pool makes a spare process after a second without work.
             await asyncio.sleep(3)
             note(name)
             figures[f"start_{name}_s"] = await replaced()

@@ -1,6 +1,6 @@
-"""``python -m bench.finite_weights``: how long the check for finite weights takes.
+"""``python -m bench.finite_weights``: measure how long the check for finite weights takes.
 
-By default the weights are on a GPU and have the shapes of Qwen3 8B: 16 GB of bfloat16.
+By default, the weights are on a GPU and have the shapes of Qwen3 8B: 16 GB of bfloat16.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .report import Report
 
 LAYER = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (12288, 4096), (12288, 4096),
          (4096, 12288), (4096,), (4096,), (128,), (128,)]  # fmt: skip
-"""Shapes of q, k, v, o, gate, up, down and four norms."""
+"""The shapes of one layer's tensors: q, k, v, o, gate, up, down and four norms."""
 ENDS = [(151_936, 4096), (151_936, 4096), (4096,)]
 
 

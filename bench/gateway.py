@@ -1,4 +1,7 @@
-"""``python -m bench.gateway``: what HTTP costs, and the gateway beside SGLang's own server."""
+"""``python -m bench.gateway``: measure what HTTP costs a turn.
+
+The bench also compares the gateway with SGLang's own HTTP server.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from .report import Json, Report
 
 _OURS, _THEIRS = "sglrl gateway", "SGLang HTTP server"
 _PARTS = {_OURS: "sglrl", _THEIRS: "sglang"}
-"""The names of the systems in the file."""
+"""The names of the systems in the file of ``--json``."""
 
 
 def main(
@@ -113,10 +116,11 @@ def _print_systems(report: Report, case: str, systems: dict[str, Any]) -> None:
 
 
 def _make_worded_model(folder: Path, source: Path) -> None:
-    """Make a model with a word for each token, so that each sampled token has a text.
+    """Make a model whose tokenizer has a word for each token, so that each sampled token has text.
 
     Args:
-        source: the folder of a model, whose configuration and weights it gets.
+        folder: the folder of the new model.
+        source: the folder of a model whose configuration and weights are copied.
     """
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

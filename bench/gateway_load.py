@@ -1,7 +1,8 @@
-"""A load on an HTTP server with OpenAI's API, in a process of its own.
+"""Put a load on an HTTP server with OpenAI's or SGLang's API, from a separate process.
 
-``python -m bench.gateway_load '{"url": ...}'`` prints one JSON object. All requests stream, unless
-``sessions`` has the URLs of open sessions.
+``python -m bench.gateway_load '{"url": ...}'`` prints its figures as one JSON object. With the
+option ``sessions``, a list of URLs of open sessions, conversations run in these sessions.
+Otherwise, each request is independent and streams its answer.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .load import percentile
 
 
 def _text(draw: random.Random, words: int) -> str:
-    """Return words of ``gateway_parts.make_model``."""
+    """Return random words of the tokenizer that ``bench.gateway`` makes."""
     return " ".join(f"w{number}" for number in draw.choices(range(10, 400), k=words))
 
 
@@ -36,7 +37,7 @@ async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 async def _stream(
     http: aiohttp.ClientSession, options: Mapping[str, Any], draw: random.Random
 ) -> tuple[float, float, int]:
-    """Return the seconds to the first token and to the end, and the number of tokens."""
+    """Make a request. Return the seconds to the first token and to the end, and the tokens."""
     sampling = {"temperature": 1.0, "ignore_eos": True}
     if options["api"] == "generate":
         ids = draw.choices(range(10, 400), k=options["words"])
@@ -70,7 +71,7 @@ async def _stream(
 async def _conversation(
     http: aiohttp.ClientSession, options: Mapping[str, Any], draw: random.Random
 ) -> tuple[float, float, int]:
-    """Run the turns of a session that is open."""
+    """Run the turns of an open session. Return the same figures as ``_stream``, the first as 0."""
     began, tokens, url = time.perf_counter(), 0, options["sessions"].pop()
     messages: list[Any] = []
     for _ in range(options["turns"]):

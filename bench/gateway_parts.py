@@ -25,7 +25,7 @@ from .tool_parts import pool_with_tokenizer
 
 _LIMIT_SECONDS = 600
 _BACKENDS = {"chat": "sglang-oai-chat", "generate": "sglang"}
-"""How SGLang's benchmark calls the APIs."""
+"""The names of the APIs in SGLang's benchmark."""
 
 
 async def _run(*arguments: str) -> bytes:
@@ -59,10 +59,16 @@ async def _run_load(**options: Any) -> dict[str, Any]:
 async def _run_bench_serving(
     url: str, api: str, model: str, in_flight: int, requests: int, words: int, new: int
 ) -> dict[str, Any]:
-    """Run SGLang's ``bench_serving`` with random prompts, and return the figures of a load.
+    """Run SGLang's ``bench_serving`` with random prompts, and return its figures.
 
     Args:
+        url: the URL of the server.
+        api: "chat" or "generate".
         model: the folder with the tokenizer.
+        in_flight: number of requests that run at the same time.
+        requests: number of all requests.
+        words: number of prompt tokens of each request.
+        new: number of tokens that each request generates.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "figures.jsonl")
@@ -111,7 +117,7 @@ class Direct(sglrl.Actor):
 
     @sglrl.endpoint
     async def run(self, options: dict[str, Any]) -> float:
-        """Return the CPU seconds of the conversations."""
+        """Run the conversations, and return the CPU seconds that they took."""
         left = list(range(options["requests"]))
 
         async def work() -> None:
@@ -139,7 +145,7 @@ class Direct(sglrl.Actor):
 async def cost(
     note: Note, *, requests: int, turns: int, in_flight: int, words: int, new: int, repeats: int
 ) -> dict[str, Any]:
-    """Compare the CPU time of the gateway's process with that of the same turns without HTTP."""
+    """Compare the CPU time of the gateway's process with the same turns without HTTP."""
     load: dict[str, Any] = {"turns": turns, "in_flight": in_flight, "words": words, "new": new}
     note("starting")
     async with (
@@ -151,7 +157,7 @@ async def cost(
         process = psutil.Process(worker.pid)
 
         async def run(count: int) -> dict[str, Any]:
-            """Run conversations in sessions that are opened before and ended after."""
+            """Measure conversations. Their sessions are opened before and closed afterwards."""
             async with AsyncExitStack() as stack:
                 sessions = [
                     await stack.enter_async_context(gateway.session()) for _ in range(count)
@@ -208,7 +214,7 @@ async def _loads(
     in_flight: Sequence[int],
     bench_serving: bool,
 ) -> dict[str, dict[str, Any]]:
-    """Return the figures by API and number of requests in flight."""
+    """Run each load. Return its figures by the API and the number of requests in flight."""
     rows: dict[str, dict[str, Any]] = {api: {} for api in apis}
     for api in apis:
         for level in in_flight:

@@ -1,8 +1,8 @@
-"""Next-token distributions: sglrl with genlm's interface, and genlm-backend's own classes.
+"""``python -m bench.genlm``: measure queries for next-token distributions.
 
-``python -m bench.genlm --json FILE`` runs 1 to 512 tasks. Each task extends its own prompt by one
-token after the other, as genlm's inference does. The prompts share a prefix, or share nothing.
-Peers need genlm-backend.
+The bench compares sglrl with genlm's interface and genlm-backend's own classes. It runs 1 to 512
+tasks. Each task extends its own prompt by one token after the other, as genlm's inference does. The
+prompts share a prefix, or share nothing. The peers need the package genlm-backend.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The systems that ``bench.genlm`` measures, each in its own process.
 
-genlm-backend's classes run unchanged, with their defaults, with two exceptions: no vocabulary is
-looked up on the hub, and on a CPU SGLang gets the arguments that it needs to run there.
+genlm-backend's classes run unchanged and with their defaults. There are two exceptions. No
+vocabulary is fetched from the hub. On a CPU, SGLang receives the arguments that it needs there.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ Ask = Callable[[list[int]], Awaitable[Any]]
 PREFIXES = ("shared", "disjoint")
 PROMPT_TOKENS = 32
 NEW_TOKENS = 8
-"""Tokens that a task appends to its prompt."""
+"""Number of tokens that a task appends to its prompt."""
 _TICK = 0.001
 """Seconds between checks of the event loop's clock."""
 _TURN = 16
-"""How many prompts and tasks are made before the event loop runs again. Making 512 at once takes
-asyncio longer than the queries, which are to be measured."""
+"""Number of prompts and tasks that are made before the event loop runs again. Making 512 at once
+would block the event loop for longer than the queries that are measured."""
 
 
 def _prompt(kind: str, repetition: int, task: int, vocab: int) -> list[int]:
-    """Return a prompt. All of one repetition differ; "shared" ones only in the last two tokens."""
+    """Return a prompt. All prompts of a repetition differ, "shared" ones in the last two tokens."""
     salt = repetition * 31 if kind == "shared" else repetition * 31 + task * 977
     begin = [(salt + 7 * i * i + 13 * i) % vocab for i in range(PROMPT_TOKENS - 2)]
     return [*begin, task // vocab % vocab, task % vocab]
@@ -39,7 +39,7 @@ def _prompt(kind: str, repetition: int, task: int, vocab: int) -> list[int]:
 async def _extend(ask: Ask, ids: list[int], task: int, vocab: int) -> None:
     for i in range(NEW_TOKENS):
         await ask(ids)
-        # genlm passes a new list, too.
+        # genlm also passes a new list in each query.
         ids = [*ids, (task + 11 * i) % vocab]
 
 
@@ -49,8 +49,11 @@ async def measure(
     """Measure queries per second, and for how long the caller's event loop was blocked.
 
     Args:
-        tasks: numbers of tasks that ask at the same time.
-        seconds: shortest time of a measurement, without the warm-up.
+        ask: makes one query.
+        vocab: size of the vocabulary.
+        note: shows the user what runs.
+        tasks: the numbers of tasks that ask at the same time, one for each measurement.
+        seconds: minimum time of a measurement, without the warm-up.
 
     Returns:
         The figures by kind of prefix and number of tasks.
@@ -65,7 +68,8 @@ async def measure(
         for measured in range(1000):
             repetition += 1
             if measured == 1:
-                # Collect before the loop is watched: with torch loaded this takes a second.
+                # Collect garbage before the loop is watched. With torch loaded, this takes a
+                # second.
                 gc.collect()
                 watch.begin()
             prompts = []
@@ -156,7 +160,7 @@ def genlm_hf(note: Note, *, model: str, device: str, **load: Any) -> dict[str, A
 
     _without_vocabulary()
     if not hasattr(DynamicCache, "from_legacy_cache"):
-        # The method is part of transformers 4. Here it is only called without a cache.
+        # The method is part of transformers 4. genlm-backend calls it without a cache only.
         DynamicCache.from_legacy_cache = staticmethod(lambda past: None if past is None else past)
     loaded = AutoModelForCausalLM.from_pretrained(model, dtype="auto").to(device)
     made = AsyncTransformer(loaded, AutoTokenizer.from_pretrained(model))

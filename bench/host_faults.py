@@ -23,9 +23,11 @@ ORPHAN_SECONDS = 15.0
 _POLL = 0.05
 """Seconds between checks of the hosts."""
 _PATIENCE = 180.0
-"""Seconds that hosts and workers may take until a fault can begin, and to be whole at the end."""
+"""Seconds to wait until a fault can begin. At the end, hosts and workers have the same time until
+all of them are ready."""
 _DRAIN_SECONDS = 2.0
-"""Seconds for a worker that is removed to finish its calls. The others continue elsewhere."""
+"""Seconds that a removed worker has to finish its calls. Unfinished calls continue on other
+workers."""
 
 _STOPPER = """
 import os, signal, sys, time
@@ -37,7 +39,7 @@ os.kill(pid, signal.SIGCONT)
 
 
 class Machine:
-    """A host and its node."""
+    """A host and the ``sglrl node`` that runs on it."""
 
     def __init__(self, host: Host, name: str, address: str) -> None:
         self.host = host
@@ -56,10 +58,13 @@ class Machine:
 class HostStriker:
     """Carries out faults, each in its own task, so that they overlap on different hosts.
 
-    At any time one host has no fault.
+    At any time, at least one host has no fault.
 
     Args:
+        client: the client of the pool.
+        hosts: the hosts of the pool.
         here: the host of this program.
+        machines: the hosts that may be struck.
     """
 
     def __init__(
@@ -74,10 +79,10 @@ class HostStriker:
         """The names of the hosts with a fault."""
 
     async def run(self, faults: Sequence[Fault]) -> list[str]:
-        """Carry out all faults, and wait until the pool is whole.
+        """Carry out all faults, and wait until all hosts and workers are ready.
 
         Returns:
-            What is not whole after a while.
+            A description of each host and worker that is not ready after ``_PATIENCE`` seconds.
         """
         async with asyncio.TaskGroup() as group:
             for fault in faults:
@@ -115,7 +120,7 @@ class HostStriker:
         return f"workers {workers}, hosts {hosts}, hosts with a fault {sorted(self._struck)}"
 
     async def _targets(self, fault: Fault) -> list[Machine]:
-        """Wait until enough hosts have no fault, and return those to strike."""
+        """Wait until enough hosts have no fault, and return the hosts to strike."""
         wanted = {DRIVER: 0, TWO: 2}.get(fault.kind, 1)
         async with asyncio.timeout(_PATIENCE):
             while True:
@@ -131,7 +136,7 @@ class HostStriker:
                 await asyncio.sleep(_POLL)
 
     async def _spread(self) -> None:
-        """Move a worker to a host that has returned without any, as a user would."""
+        """Move a worker to a host that has returned without a worker, as a user would."""
         states = {host.name: host.state for host in self._hosts.hosts}
         workers = [w for w in self._client.workers if w.state not in ("draining", "retired")]
         counts = Counter({name: 0 for name, state in states.items() if state == "connected"})
@@ -141,7 +146,7 @@ class HostStriker:
         crowd = [w.id for w in workers if w.host == full and w.state == "ready"]
         if not empty or most < 2 or not crowd:
             return
-        # A fault may strike meanwhile.
+        # A fault may make these calls fail.
         with contextlib.suppress(sglrl.SglrlError):
             await self._client.add_workers(1)
             await self._client.remove_worker(crowd[0], timeout=_DRAIN_SECONDS)
@@ -172,7 +177,7 @@ class HostStriker:
 
     @contextlib.contextmanager
     def _broken(self, kind: str, host: Host) -> Iterator[None]:
-        """Break the link of a host for the block."""
+        """Break the link of a host while the block runs."""
 
         def set_fault(fails: bool) -> None:
             if kind == INWARD:

@@ -1,7 +1,7 @@
 """``python -m bench.hosts``: a pool on three hosts under load, with faults of hosts and links.
 
-The hosts are network namespaces of this machine, joined by a bridge, so this needs root. Links
-break for a short or a long time or in one direction, nodes and workers are killed, and the program
+The hosts are network namespaces of this machine, joined by a bridge, so the bench needs root. Links
+break for a short or a long time, or in one direction. Nodes and workers are killed, and the program
 itself is stopped. The bench reports the outcome of every call. The tests use ``measure`` too.
 """
 
@@ -53,12 +53,16 @@ def main(
 async def measure(
     note: Note, *, faults: int, gap: float, in_flight: int, seed: int, delay: float, loss: float
 ) -> dict[str, Any]:
-    """Put a pool on three hosts under load, inject faults, and return the outcome of the calls.
+    """Put a pool on three hosts under load, inject faults, and return the figures.
 
     Args:
+        note: shows the user what runs.
+        faults: number of faults.
         gap: average seconds between two faults.
-        delay: of each packet, in seconds.
-        loss: share of the packets that are lost.
+        in_flight: number of callers.
+        seed: the seed of the schedule and the prompts.
+        delay: the additional delay of each packet, in seconds.
+        loss: the share of the packets that are lost.
     """
     case = CASES["fake"]._replace(in_flight=in_flight)
     note("starting")

@@ -1,7 +1,8 @@
-"""The HTTP peer of ``bench.fabric`` and ``bench.rollout``: an aiohttp client, an echo server.
+"""The HTTP peer of ``bench.fabric`` and ``bench.rollout``: an aiohttp client and an echo server.
 
 The server is a bare ASGI application on uvicorn, in its own process: ``python -m bench.http_peer
-FILE``. It inherits a socket that already listens. So its client can connect at once.
+FILE``. FILE is the descriptor of an inherited socket that already listens, so the client can
+connect at once.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Answer(msgspec.Struct):
 
 
 Ask = Callable[[list[int]], Awaitable[Answer]]
-"""Send a prompt to the server and return its answer."""
-# This JSON codec costs the peer least.
+"""Sends a prompt to the server and returns its answer."""
+# Of all JSON codecs, this one costs the peer the least.
 _encode = msgspec.json.Encoder().encode
 _decode_request = msgspec.json.Decoder(Request).decode
 _decode_answer = msgspec.json.Decoder(Answer).decode
@@ -44,7 +45,7 @@ _decode_answer = msgspec.json.Decoder(Answer).decode
 
 @contextmanager
 def echo_server() -> Iterator[str]:
-    """Run the server in its own process. Yields its URL."""
+    """Run the server in its own process, and yield its URL."""
     from .parts import ROOT
 
     with socket.create_server(("127.0.0.1", 0), backlog=8192) as listening:
@@ -63,7 +64,7 @@ def echo_server() -> Iterator[str]:
 
 @asynccontextmanager
 async def http_client(url: str) -> AsyncIterator[Ask]:
-    """Open a client without limits on connections and time."""
+    """Open a client that has no limits of connections or time."""
     import aiohttp
 
     headers = {"content-type": "application/json"}
@@ -106,7 +107,7 @@ def _serve(file: int) -> None:
         access_log=False,
         log_level="warning",
         backlog=8192,
-        # With the default of 5 s, a slow machine loses connections at 4,096 in flight.
+        # With the default of 5 s, a slow machine loses connections with 4,096 calls in flight.
         timeout_keep_alive=600,
     )
     uvicorn.Server(config).run(sockets=[socket.socket(fileno=file)])

@@ -1,6 +1,6 @@
-"""Closed-loop load: n callers. A caller makes its next call when its last call is answered.
+"""The closed-loop load of the benches, and the clocks that they read.
 
-Also the clocks that every bench reads: time, CPU time and percentiles.
+In a closed loop, each of n callers makes its next call when its previous call is answered.
 """
 
 from __future__ import annotations
@@ -18,14 +18,20 @@ import psutil
 from .parts import Note
 
 Call = Callable[[int], Awaitable[Any]]
-"""``call(i)`` makes the i-th call. Awaiting the result gives the answer."""
+"""A function ``call(i)`` that makes the i-th call. Its result is an awaitable of the answer."""
 
 WARM_SECONDS = 0.3
 _GC_THRESHOLDS = (50_000, 20, 100)
 
 
 class LoadPlan(NamedTuple):
-    """Repetitions of a closed loop: their length, their number, and the calls in flight."""
+    """The repetitions of a closed loop.
+
+    Attributes:
+        seconds: length of one repetition.
+        repeats: number of repetitions.
+        levels: the numbers of calls in flight that are measured.
+    """
 
     seconds: float
     repeats: int
@@ -33,10 +39,11 @@ class LoadPlan(NamedTuple):
 
 
 def settle_collector() -> None:
-    """Set the garbage collector as ``sglrl.rollout`` advises. The bench does so for every system.
+    """Set the garbage collector as ``sglrl.rollout`` advises. The benches do so for every system.
 
-    Thousands of calls or agents are some hundred thousand objects. With Python's own thresholds the
-    collector walks them again and again, and each full collection walks all objects of the imports.
+    Thousands of calls or agents are some hundred thousand objects. With Python's own thresholds,
+    the collector walks these objects again and again. Each full collection also walks all objects
+    that imports have made.
     """
     gc.collect()
     gc.freeze()
@@ -44,13 +51,14 @@ def settle_collector() -> None:
 
 
 class Window(NamedTuple):
-    """Counts between two moments under load.
+    """The figures of a period under load.
 
     Attributes:
-        seconds: length of the window.
+        calls: number of calls that were answered.
+        seconds: length of the period.
         cpu_seconds: CPU time of all threads of this process.
         loop_seconds: CPU time of the event loop's thread.
-        latencies: seconds of each call, if recorded.
+        latencies: the seconds that each call took, if recorded.
     """
 
     calls: int
@@ -70,18 +78,21 @@ class Window(NamedTuple):
 
     @property
     def loop_us(self) -> float:
-        """CPU time of the event loop's thread per call, in microseconds. One core must spend it."""
+        """CPU time of the event loop's thread per call, in microseconds.
+
+        A single core must spend this time, so it limits the rate.
+        """
         return self.loop_seconds / self.calls * 1e6
 
 
 class Clocks:
-    """The clocks of this process and of the event loop's thread, which makes this object."""
+    """The clocks of this process and of the current thread, which must be the event loop's."""
 
     def __init__(self) -> None:
         self._begun = self._read()
 
     def window(self, calls: int, latencies: Sequence[float] = ()) -> Window:
-        """Return what has passed since this object was made."""
+        """Return the window since this object was made."""
         passed = [now - begun for now, begun in zip(self._read(), self._begun, strict=True)]
         return Window(calls, *passed, tuple(latencies))
 
@@ -105,8 +116,8 @@ async def closed_loop(
 ) -> list[Window]:
     """Return ``repeats`` windows of ``seconds`` under constant load, after a warm-up.
 
-    A window ends later if no call has been answered in it. Latencies are recorded only with
-    ``record``, because reading the clock twice adds to the cost.
+    A window is longer if no call is answered within ``seconds``. Latencies are recorded only with
+    ``record``, because reading the clock twice adds to the cost of a call.
     """
     settle_collector()
     count = 0
@@ -139,7 +150,7 @@ async def closed_loop(
             await asyncio.sleep(seconds)
             while count == before:  # noqa: ASYNC110
                 await asyncio.sleep(seconds)
-            # In a steady state, as many calls begin as end.
+            # ``count`` counts calls that begin. In a steady state, as many calls end.
             windows.append(clocks.window(count - before, latencies))
         running = False
     return windows
@@ -160,7 +171,8 @@ def rate_summary(windows: Sequence[Window]) -> dict[str, float]:
 async def latency_and_rates(call: Call, load: LoadPlan, note: Note) -> dict[str, Any]:
     """Measure the latency at 1 in flight, then the rate at each level.
 
-    Figures are medians over the windows: CPU time a call and percentiles in microseconds.
+    All figures are medians over the windows. CPU times per call and percentiles are in
+    microseconds.
     """
     note("latency at 1 in flight")
     windows = await closed_loop(call, 1, load.seconds, load.repeats, record=True)

@@ -1,15 +1,16 @@
 """Several hosts on one machine: network namespaces, with links that a program can break.
 
-``pair`` joins two namespaces by a veth pair. ``star`` joins several to the program's own namespace,
-and to each other, by a bridge, or by a program that delays and loses frames (``bench.switch``)::
+``pair`` joins two namespaces by a veth pair. ``star`` joins several namespaces to the program's own
+namespace and to each other. It joins them by a bridge, or by a program that delays and loses frames
+(``bench.switch``)::
 
     with star(3, delay=0.05) as (here, others):
-        others[0].loses = True   # packets that it sends are lost; it still receives
-        others[1].up = False     # its interface is down: nothing arrives in either direction
+        others[0].loses = True   # packets that this host sends are lost; it still receives
+        others[1].up = False     # this host's interface is down, so nothing arrives or leaves
 
-Programs on a host and their starter exchange JSON, one object a line, over the program's standard
-input and output. At the end of the block, the programs are killed and the namespaces removed. All
-this needs root.
+A program on a host exchanges JSON with the process that started it: one object a line, over the
+program's standard input and output. At the end of the block, the programs are killed and the
+namespaces are removed. Network namespaces need root.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _NOBODY = "02:00:00:00:00:01"
-"""A hardware address that neither interface has."""
+"""A hardware address that no interface has. Packets to it are lost."""
 _END_SECONDS = 30.0
 _CREATE_TAP, _TAP, _PLAIN_FRAMES = 0x400454CA, 0x0002, 0x1000
-"""TUNSETIFF, IFF_TAP and IFF_NO_PI of linux/if_tun.h."""
+"""The values of TUNSETIFF, IFF_TAP and IFF_NO_PI in linux/if_tun.h."""
 
 
 def may_make_namespaces() -> bool:
@@ -48,7 +49,7 @@ class Program:
         self.process = process
 
     def says(self) -> dict[str, Any]:
-        """Return the next line that the program prints."""
+        """Return the object in the next line that the program prints."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         assert line, f"the program ended with status {self.process.wait(_END_SECONDS)}"
@@ -70,17 +71,18 @@ class Program:
     def kill(self) -> None:
         self.process.kill()
         with self.process:
-            """Closes the pipes and waits."""
+            """Leaving the block closes the pipes and waits for the process."""
 
 
 class Host:
     """One network namespace.
 
     Args:
-        namespace: its name; None for the namespace of the test.
-        name: the name of the interface.
-        address: the IPv4 address on the link.
+        namespace: the name of the namespace. None: the namespace of this process.
+        name: the name of the host's interface.
+        address: the IPv4 address of the host on the link.
         other: the IPv4 address of the other host.
+        stack: removes the host at its end.
     """
 
     def __init__(
@@ -91,7 +93,7 @@ class Host:
         self._name = name
         self._other = other
         self._stack = stack
-        # This thread enters the namespace. Processes that it starts are in the namespace, too.
+        # This thread enters the namespace. Processes that it starts are in the namespace too.
         self._thread = stack.enter_context(ThreadPoolExecutor(1))
         self._netlink = self._do(self._enter)
         stack.callback(self._do, self._netlink.close)
@@ -113,7 +115,7 @@ class Host:
         return index
 
     def join(self, other: Host) -> None:
-        """Create the link."""
+        """Create a link between this host and another."""
 
         def make() -> None:
             peer = {"ifname": other._name, "net_ns_fd": other.namespace}
@@ -125,7 +127,7 @@ class Host:
             host.up = True
 
     def make_bridge(self) -> None:
-        """Create a bridge, which ``plug_in`` joins other hosts to."""
+        """Create a bridge, to which ``plug_in`` joins other hosts."""
 
         def make() -> None:
             self._netlink.link("add", ifname=self._name, kind="bridge")
@@ -149,7 +151,7 @@ class Host:
         other.up = True
 
     def make_tap(self) -> int:
-        """Create an interface whose frames a program reads and writes. Return its file."""
+        """Create an interface whose frames a program reads and writes. Return its descriptor."""
 
         def make() -> int:
             file = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
@@ -186,7 +188,7 @@ class Host:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this host has sent, with the headers of all layers."""
+        """Number of bytes that this host has sent, including the headers of all layers."""
 
         def read() -> int:
             (link,) = self._netlink.get_links(self._index())
@@ -205,7 +207,7 @@ class Host:
         self._loses = loses
 
     def lose_towards(self, other: Host, loses: bool) -> None:
-        """Lose packets that this host sends to one other host, or no longer."""
+        """Set whether packets that this host sends to one other host are lost."""
         self._lose(other.address, loses)
 
     def _lose(self, address: str, loses: bool) -> None:
@@ -236,7 +238,12 @@ class Host:
 
 @contextmanager
 def pair(namespaces: int) -> Iterator[tuple[Host, Host]]:
-    """Yield two joined hosts: two new namespaces, or this process's own and a new one."""
+    """Yield two joined hosts.
+
+    Args:
+        namespaces: number of new namespaces. With 1, the first host is this process's own
+            namespace. With 2, both hosts are new namespaces.
+    """
     with ExitStack() as stack:
         tag, net, made = _namespaces(namespaces, stack)
         one, two = [None, *made][-2:]
@@ -251,8 +258,9 @@ def star(count: int, *, delay: float = 0.0, loss: float = 0.0) -> Iterator[tuple
     """Yield this process's own namespace, and others that are joined to it and to each other.
 
     Args:
-        delay: seconds that each packet takes, in addition.
-        loss: share of the packets that are lost, 0 to 1.
+        count: number of other namespaces.
+        delay: the additional delay of each packet, in seconds.
+        loss: the share of the packets that are lost, 0 to 1.
     """
     with ExitStack() as stack:
         tag, net, made = _namespaces(count, stack)
@@ -289,9 +297,10 @@ def _switch(hosts: Sequence[Host], delay: float, loss: float) -> Iterator[None]:
 
 
 def _namespaces(count: int, stack: ExitStack) -> tuple[str, str, list[str]]:
-    """Create namespaces. Return a tag for the names of interfaces, a network, and their names.
+    """Create namespaces. Return a tag for names of interfaces, a network, and the namespaces.
 
-    Other programs may create namespaces in the same system at the same time.
+    The tag and the network are random, because other programs may create namespaces on the same
+    machine at the same time.
     """
     from pyroute2 import netns
 

@@ -1,10 +1,10 @@
-"""Parts: each measured system runs in its own process, started after the previous one has exited.
+"""Run each measured system, a part, in its own process.
 
-So no two systems share a core, a GPU or a garbage collector. A part is a function that gets
-``note`` and returns figures, with its other arguments bound by ``functools.partial``. It may be a
-coroutine function. It reaches its process as a pickle. The process writes JSON lines (``note``,
-then ``result`` or ``error``) to a pipe. The output of the process and its children goes to a log,
-which is shown if the part fails.
+A part starts after the previous part has exited, so that no two systems share a core, a GPU or a
+garbage collector. A part is a function or a coroutine function that receives ``note`` and returns
+figures. Its other arguments are bound by ``functools.partial``. The part is sent to its process as
+a pickle. The process writes JSON lines (``note``, then ``result`` or ``error``) to a pipe. The
+output of the process and its children goes to a log, which is shown if the part fails.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ ROOT = Path(__file__).resolve().parent.parent
 _LOG_TAIL = 12
 _END_SECONDS = 30.0
 _INTERRUPT_SECONDS = 10.0
-"""Seconds for a part to clean up, for example to remove its network namespaces."""
+"""Seconds that a part has to clean up, for example to remove its network namespaces."""
 
 Note = Callable[[str], None]
-"""Show the user what a part is doing."""
+"""Shows the user what a part is doing."""
 Part = Callable[[Note], Any]
-"""Measure a system, and return its figures or an awaitable of them. JSON must be able to hold
-them."""
+"""Measures a system, and returns its figures or an awaitable of them. The figures are JSON
+values."""
 
 
 class PartFailed(Exception):
-    """A part could not be measured. The message is the reason, ``log`` is its last output."""
+    """A part could not be measured. The message is the reason. ``log`` has its last output."""
 
     def __init__(self, reason: str, log: str) -> None:
         super().__init__(reason)
@@ -53,16 +53,18 @@ class PartFailed(Exception):
 
 
 def run_part(part: Part, note: Note, limit: float, env: Mapping[str, str] | None = None) -> Any:
-    """Measure a part in a new process and return its figures, as JSON holds them.
+    """Measure a part in a new process and return its figures as JSON values.
 
-    All processes of the part have exited on return.
+    When this returns, all processes of the part have exited.
 
     Args:
+        part: the part.
+        note: receives the notes of the part.
         limit: seconds after which the part is killed.
         env: environment variables in addition to the bench's own.
 
     Raises:
-        PartFailed: the part exited without a result, raised, or took too long.
+        PartFailed: the part exited without a result, raised an error, or took too long.
     """
     read_end, write_end = os.pipe()
     with (
@@ -103,7 +105,8 @@ def run_part(part: Part, note: Note, limit: float, env: Mapping[str, str] | None
 def _by_module(part: Part) -> Part:
     """Return the part with a function that another process can import.
 
-    The program's own functions are in ``__main__``, which is another module there.
+    The functions of the running program are in ``__main__``, which is another module in the other
+    process.
     """
     if not isinstance(part, partial) or part.func.__module__ != "__main__":
         return part
@@ -137,7 +140,12 @@ def _listen(pipe: IO[bytes], note: Note, limit: float) -> dict[str, Any]:
 
 
 def _end(process: subprocess.Popen[bytes], patience: float) -> None:
-    """Wait until the part's processes have exited, and kill them if needed: it frees the GPU."""
+    """Wait until the part's processes have exited, which frees the GPU. Kill them if needed.
+
+    Args:
+        process: the process of the part.
+        patience: seconds to wait before the process is interrupted.
+    """
     family = _group(process.pid)
     try:
         process.wait(timeout=patience)
@@ -168,8 +176,9 @@ def _group(leader: int) -> list[psutil.Process]:
 
 
 def _serve(descriptor: int) -> None:
-    """Measure the part that standard input holds, and write its figures to the pipe."""
-    # Children must not hold the pipe, or the bench would not notice that this process exits.
+    """Measure the part whose pickle is on standard input, and write its figures to the pipe."""
+    # Children must not inherit the pipe. Otherwise the bench would not notice that this process
+    # exits.
     os.set_inheritable(descriptor, False)
     threading.Thread(target=_die_with_the_bench, args=(descriptor,), daemon=True).start()
     pipe = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")
@@ -201,5 +210,5 @@ if __name__ == "__main__":
     _serve(int(sys.argv[1]))
     if "sglang" in sys.modules:
         sys.stderr.flush()
-        # SGLang's threads and CUDA teardown can take seconds and have nothing to save.
+        # SGLang's threads and the teardown of CUDA can take seconds, and there is nothing to save.
         os._exit(0)

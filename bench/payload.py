@@ -1,4 +1,4 @@
-"""The payload of fake engines and their peers: 64 ids in, 64 ids and 64 logprobs out."""
+"""The payload for fake engines and their peers: 64 ids in, 64 ids and 64 logprobs out."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _STREAM_BITS = 17
 class Prompts:
     """131,072 distinct prompts. ``prompts[i]`` is a list of 64 token ids.
 
-    The prompts are windows of one random stream, cut on request. If all lists existed, the garbage
-    collector's work on them would be part of the figures.
+    The prompts are windows of one random stream, and a list is made only when it is needed. If all
+    lists existed, the garbage collector's work on them would be part of the figures.
     """
 
     def __init__(self, seed: int = 0) -> None:

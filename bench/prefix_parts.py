@@ -1,4 +1,4 @@
-"""The prefix cache of a real engine, measured by ``bench.rollout`` in its own process."""
+"""The run of ``bench.rollout`` that measures the prefix cache of a real engine."""
 
 from __future__ import annotations
 
@@ -31,9 +31,13 @@ async def prefix(
     it could have taken.
 
     Args:
-        system: tokens of the system prompt.
-        question: tokens of each agent's own prompt.
-        tool: tokens that a tool returns.
+        note: shows the user what runs.
+        case: the model and the load.
+        turns: number of turns of each agent.
+        system: number of tokens of the system prompt.
+        question: number of tokens of each agent's own prompt.
+        tool: number of tokens that a tool returns.
+        tool_seconds: time that a tool takes.
     """
     count, new = case.in_flight, case.new
     begun = time.perf_counter()
@@ -95,10 +99,11 @@ async def prefix(
 def _cached(trajectories: Sequence[Any], system: int) -> list[list[int]]:
     """Return three token counts for each turn, over all agents.
 
-    The counts are: tokens of the prompt; tokens that came from the cache; and tokens whose KV cache
-    an earlier request had computed. The last are the system prompt and, in later turns, all tokens
-    of the previous turn except the last, which was the input of no step. No agent shares the other
-    tokens, because they are drawn at random.
+    The first count has all tokens of the prompts. The second count has the tokens that came from
+    the cache. The third count has the tokens whose KV cache an earlier request had computed. In the
+    first turn, these are the system prompts. In later turns, these are all tokens of the previous
+    turn except the last, which was not the input of any step. Agents share no other tokens, because
+    these are drawn at random.
     """
     rows = []
     for number in range(len(trajectories[0].turns)):

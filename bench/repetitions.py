@@ -1,4 +1,4 @@
-"""The repetitions of one system in ``bench.engine``: their plan, their rates and latencies."""
+"""Plan the repetitions of a system in ``bench.engine``, and collect their rates and latencies."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ TEMPERATURE = 1.0
 
 
 class Repetitions:
-    """Collects the repetitions of one system."""
+    """Collects the repetitions of one system.
+
+    Args:
+        case: the model and the load.
+        begun: the time at which the start of the system began.
+        note: shows the user what runs.
+    """
 
     def __init__(self, case: Case, begun: float, note: Note) -> None:
         self.case = case
@@ -30,7 +36,10 @@ class Repetitions:
         note("warming up")
 
     def plan(self) -> list[tuple[int, int]]:
-        """Return (repetition, requests). The first is the warm-up: one full batch of this shape."""
+        """Return the number of each repetition with the number of its requests.
+
+        The first repetition is the warm-up, number -1. It has one full batch of the same shape.
+        """
         case = self.case
         return [(-1, self._warm), *((i, case.requests) for i in range(case.repeats))]
 

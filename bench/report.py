@@ -1,4 +1,4 @@
-"""The report of every bench: the machine, its tables, the targets and one JSON file."""
+"""The report of a bench: the machine, the tables, the targets and the file of ``--json``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _PACKAGES = "sglrl sglang torch pyzmq msgspec uvloop aiohttp uvicorn httptools r
 Json = Annotated[Path | None, typer.Option(help="Write all figures to this file.")]
 """The option ``--json`` of every bench."""
 Value = str | float | None
-"""A cell of a table: numbers are formatted by ``number``."""
+"""The value of a table's cell. ``number`` formats numbers."""
 
 
 class Target(msgspec.Struct):
@@ -40,12 +40,16 @@ class Target(msgspec.Struct):
 
 
 class Report:
-    """What one run of a bench measures. It is printed, and written with ``--json``.
+    """The results of one run of a bench. They are printed, and written to the file of ``--json``.
+
+    Args:
+        bench: the name of the bench.
+        path: the file of ``--json``.
 
     Attributes:
         machine: CPU model, cores, GPUs and versions. A figure means nothing without them.
-        failed: why a system could not be measured, by its title.
-        targets: figures beside the project's aims.
+        failed: for each system that could not be measured, the reason.
+        targets: the figures that have a target, with their targets.
     """
 
     def __init__(self, bench: str, path: Path | None) -> None:
@@ -68,9 +72,9 @@ class Report:
 
         Args:
             plan: the systems by title.
-            limit: seconds that one system may take, with its start.
+            limit: seconds that one system may take, including its start.
             env: environment variables in addition to the bench's own.
-            of: begins the title under which a failure is reported.
+            of: a prefix of the titles under which failures are reported.
 
         Returns:
             The figures by title. Systems that fail are left out.
@@ -120,9 +124,9 @@ class Report:
         """Print the failures and the targets, and write the file.
 
         Args:
-            may_fail: titles of peers whose failure is no failure of the bench.
+            may_fail: the titles of peers whose failure is not a failure of the bench.
             ok: whether the figures themselves are right.
-            figures: what the file holds besides the machine, the failures and the targets.
+            **figures: the contents of the file besides the machine, the failures and the targets.
 
         Raises:
             typer.Exit: with status 1, if the bench failed.
@@ -158,14 +162,14 @@ def ratio(a: float | None, b: float | None) -> float | None:
 
 
 def extent(values: Sequence[float]) -> str:
-    """Format the lowest and the highest value."""
+    """Return the lowest and the highest value as text."""
     return f"{number(min(values))} .. {number(max(values))}"
 
 
 def number(value: float | None) -> str:
-    """Format a number with at most four significant digits, or with thousands separators.
+    """Return a number as text, with four significant digits, or without decimals from 1,000 on.
 
-    None becomes an empty string.
+    None becomes an empty text.
     """
     if value is None:
         return ""
@@ -208,7 +212,7 @@ def _cpu_model() -> str:
 
 
 def _gpus() -> list[str]:
-    """Return the names of the NVIDIA GPUs, read without a CUDA library."""
+    """Return the names of the NVIDIA GPUs. No CUDA library is used."""
     names: list[str] = []
     for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         lines = path.read_text(encoding="utf-8").splitlines()

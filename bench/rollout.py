@@ -1,9 +1,9 @@
-"""``python -m bench.rollout``: the driver's cost of agents, and how busy they keep the engines.
+"""``python -m bench.rollout``: measure the driver's cost of agents, and how busy engines are.
 
 Without a GPU, thousands of agents with simulated tools run over fake engines. The bench compares
 them with the same agents over HTTP, and with batches that wait for their last agent. With a GPU
-(``--case h200``), the bench measures how much of the contents of a real engine's prefix cache its
-requests find there.
+(``--case h200``), the bench measures the prefix cache of a real engine: the share of cached tokens
+that requests find.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def _fake(
         "agents": agents,
         "other_agents": max(16 if quick else 64, agents // 4),
         "turns": _TURNS,
-        # The tools of the quick agents take about as long as their turns.
+        # With --quick, tools take about as long as turns.
         "tool": (0.005, 0.025) if quick else (0.02, 0.1),
         "replicas": replicas,
         "places": 8 if quick else 64,

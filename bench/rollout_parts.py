@@ -1,6 +1,6 @@
-"""The systems that ``bench.rollout`` measures with fake engines, each in its own process.
+"""The systems that ``bench.rollout`` measures with fake engines.
 
-See ``parts``.
+Each system runs in its own process, see ``parts``.
 """
 
 from __future__ import annotations
@@ -28,10 +28,12 @@ _DELAYS = 1 << 12
 
 
 class Tool:
-    """A simulated tool. It answers with 16 token ids after a time drawn for this agent and turn.
+    """A simulated tool, which answers with 16 token ids after a random time.
+
+    The time depends only on the agent and the turn.
 
     Args:
-        seconds: shortest and longest time.
+        seconds: the shortest and the longest time.
     """
 
     def __init__(self, seconds: Sequence[float]) -> None:
@@ -47,9 +49,9 @@ class Tool:
 def agent_of(
     turns: int, tool: Sequence[float], after: Callable[[], None] = lambda: None
 ) -> Callable[..., Coroutine[Any, Any, float]]:
-    """Return an agent that calls a tool between two turns, and ``after`` at its end.
+    """Return an agent that calls a tool between two turns, and calls ``after`` at its end.
 
-    An item may have ``slower``: how many times as long its tools and its answers are.
+    The field ``slower`` of an item is the factor by which its tools and answers are longer.
     """
     simulated = Tool(tool)
 
@@ -71,13 +73,13 @@ def items_of(numbers: Iterable[int], prompts: Prompts) -> Iterator[dict[str, Any
 
 
 async def generated_tokens(client: sglrl.Client) -> tuple[int, float]:
-    """Return the tokens that the engines have generated so far, and the time."""
+    """Return the number of tokens that the engines have generated so far, and the present time."""
     stats = await client.stats()
     return sum(s.engine.generated_tokens for s in stats), time.perf_counter()
 
 
 async def cost_of(turns: int, work: Coroutine[Any, Any, None]) -> Window:
-    """Return the cost of some turns in this process."""
+    """Run ``work``, which consists of ``turns`` turns, and return its cost in this process."""
     settle_collector()
     clocks = Clocks()
     await work
@@ -126,7 +128,8 @@ async def agents(
 ) -> dict[str, Any]:
     """Run ``sglrl.rollout`` over engines that answer at once, with all agents at the same time.
 
-    The agents run in this process, or in ``processes``. Their start is not measured.
+    The agents run in this process, or in ``processes`` other processes. The start of the processes
+    is not measured.
     """
     prompts = Prompts()
     note("starting workers")
@@ -184,7 +187,7 @@ async def beside(
 ) -> dict[str, Any]:
     """Run agents whose rewards take a millisecond of Python each, in the driver and in processes.
 
-    A thread of the driver computes in Python meanwhile, or does not.
+    Each way is measured without and with a thread of the driver that always computes in Python.
     """
     prompts = Prompts()
     computes = False
@@ -200,7 +203,8 @@ async def beside(
     async with fake_pool(replicas=replicas, step_seconds=0.002, tokens_per_step=16) as client:
         for processes in (None, *ways):
             for computes, interval in ((False, 0.005), (True, 0.005), (True, 0.0005)):
-                # A thread may keep the interpreter this long. Python's default is 5 ms.
+                # The interval is the time for which a thread may keep the interpreter. Python's
+                # default is 5 ms.
                 sys.setswitchinterval(interval)
                 beside = f"{interval * 1e3:g} ms beside a computing thread" if computes else "alone"
                 note(f"agents in {processes or 'the same'} process(es), {beside}")
@@ -241,9 +245,9 @@ async def beside(
 async def http(
     note: Note, *, agents: int, turns: int, tool: Sequence[float], in_flight: int
 ) -> dict[str, Any]:
-    """Run the same agents with ``asyncio.gather`` and a semaphore around each request.
+    """Run the same agents over HTTP, with ``asyncio.gather`` and a semaphore around each request.
 
-    An agent only keeps the lists of its ids and logprobs.
+    An agent keeps only the lists of its ids and logprobs.
     """
     from .http_peer import PARSER, echo_server, http_client
 

@@ -1,8 +1,8 @@
-"""``python -m bench.scale``: what a call costs the program when it has many nodes and workers.
+"""``python -m bench.scale``: measure the cost of a call in a program with many nodes and workers.
 
-Nodes and workers are simulated: they have the connections and messages of real ones, and answer
-every call at once. The figure is CPU time of the program, so the cores that the simulation uses do
-not change it much.
+Nodes and workers are simulated. They have the connections and messages of real ones, and answer
+every call at once. The figure is the CPU time of the program, so it depends little on the cores
+that the simulation uses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .report import Json, Report
 _WORKERS = 8
 _LEVELS = (512, 4096)
 _TIMES = 2.0
-"""The cost of a call with many nodes may be this many times the cost with one."""
+"""The cost of a call with the most nodes may be this many times the cost with the fewest."""
 _NODES_PER_PROCESS = 16
 
 
@@ -70,7 +70,7 @@ def main(
 
 
 async def measure(note: Note, *, nodes: int, load: LoadPlan) -> dict[str, Any]:
-    """Return the cost of a call for this program, with simulated nodes."""
+    """Return the cost of a call in this program, with a number of simulated nodes."""
     note(f"starting {nodes} nodes")
     begun = time.perf_counter()
     async with (
@@ -91,7 +91,7 @@ async def measure(note: Note, *, nodes: int, load: LoadPlan) -> dict[str, Any]:
 
 @contextlib.asynccontextmanager
 async def _simulated(address: str, nodes: int) -> AsyncIterator[None]:
-    """Run processes that simulate this number of nodes."""
+    """Run processes that simulate a number of nodes, while the block runs."""
     counts = [min(_NODES_PER_PROCESS, nodes - done) for done in range(0, nodes, _NODES_PER_PROCESS)]
     command = (sys.executable, "-m", "bench.scale_nodes", address)
     processes = [

@@ -1,7 +1,8 @@
-"""Simulated nodes with simulated workers, which answer every call at once.
+"""Simulate nodes with workers that answer every call at once.
 
 ``python -m bench.scale_nodes ADDRESS COUNT`` connects ``COUNT`` nodes to the program at
-``ADDRESS``. Their workers are sockets of this process. It runs until its input ends.
+``ADDRESS``. Each worker is only a pair of sockets in this process. The process runs until its
+standard input ends.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ _LOAD = Load(0.5, 0, 0, 0.01, 0.01, 1)
 
 
 class _Worker:
-    """A worker: two sockets, as a real one has."""
+    """A simulated worker. It has two sockets, as a real worker has."""
 
     def __init__(self, spec: WorkerSpec, window: int) -> None:
         options: Any = {
@@ -97,7 +98,7 @@ class _Worker:
 
 
 class _Node:
-    """A node."""
+    """A simulated node."""
 
     def __init__(self, address: str, name: str) -> None:
         self._session: Session | None = None

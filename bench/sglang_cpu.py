@@ -1,7 +1,8 @@
-"""SGLang's Engine and HTTP server on a CPU-only machine, prepared like our own worker.
+"""Run SGLang's Engine and HTTP server on a machine without a GPU.
 
-Both start their scheduler in its own process, through a function that can be replaced. The function
-here prepares the process first. Everything else is SGLang's own.
+Both start their scheduler in its own process, through a function that can be replaced.
+``run_scheduler_process`` replaces it, and first prepares the process like our own worker.
+Everything else is SGLang's own code.
 """
 
 from __future__ import annotations
@@ -19,7 +20,11 @@ def run_scheduler_process(*args: Any, **kwargs: Any) -> Any:
 
 
 def prepare(*accelerations: str) -> None:
-    """Install the patches without which SGLang's wheels run no model on a CPU."""
+    """Install the patches that SGLang's wheels need to run a model on a CPU.
+
+    Args:
+        *accelerations: the names of accelerations to install in addition.
+    """
     import torch
 
     from sglrl_workers.engine.sglang.patch import Setup, install
@@ -33,7 +38,7 @@ def prepare(*accelerations: str) -> None:
 
 
 def cpu_arguments() -> dict[str, Any]:
-    """Return the ``ServerArgs`` that a CPU needs, as our worker sets them for one replica."""
+    """Return the ``ServerArgs`` that a CPU needs. Our worker sets the same ones for one replica."""
     from sglrl_workers.engine.sglang import cpu
 
     arguments: dict[str, Any] = cpu.engine_arguments(1.0)

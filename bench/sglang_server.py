@@ -1,7 +1,7 @@
-"""SGLang's own HTTP server, run as by ``python -m sglang.launch_server``, for the peers.
+"""Run SGLang's own HTTP server, as ``python -m sglang.launch_server`` does.
 
-``python -m bench.sglang_server ARGUMENTS FILE`` writes one byte to a pipe when it is ready, so that
-its client need not poll.
+``python -m bench.sglang_server ARGUMENTS FILE`` writes one byte to the pipe FILE when the server is
+ready, so that its client need not poll.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""``python -m bench.soak``: find leaks under minutes of load.
+"""``python -m bench.soak``: find leaks under a long load.
 
-Two pools run with kills, weight updates and callers who cancel early. The bench measures memory,
-open files and threads of every process.
+Two pools run for minutes with kills, weight updates and callers who cancel early. The bench
+measures the memory, open files and threads of every process.
 """
 
 from __future__ import annotations
@@ -38,16 +38,17 @@ _UPDATE_SECONDS = 20.0
 _PAUSE_SECONDS = 0.2
 """Seconds between two calls of a caller. The pause keeps the machine usable for other work."""
 _CACHE_TOKENS = 8192
-"""Size of SGLang's prefix cache. The cache keeps objects for every answer until it is full, which
-is not a leak. A cache of this size is full before the measurement counts."""
+"""Size of SGLang's prefix cache in tokens. Until it is full, the cache keeps objects for every
+answer, which is not a leak. A cache of this size is full before the measurements count."""
 _SLACK = 2
-"""Additional open files and threads that do not count as growth: an update may be running."""
+"""Number of additional open files and threads that do not count as growth, because an update may be
+running."""
 
 POOLS = (
     CASES["fake"]._replace(replicas=4, in_flight=24, gap=10.0, shares={KILL: 3, DROP: 1}),
     CASES["sglang-cpu"]._replace(replicas=2, in_flight=4, gap=60.0, shares={KILL: 1, UPDATE: 1}),
 )
-"""Worker 0 of each pool is never struck, so it has the whole time to grow."""
+"""The cases of both pools. Worker 0 of each pool is never struck, so it can grow all the time."""
 
 
 class Sample(NamedTuple):
@@ -56,7 +57,9 @@ class Sample(NamedTuple):
     Attributes:
         minute: minutes since the start.
         rss: resident memory in MB.
-        own: resident memory in MB that no file backs.
+        own: the part of the resident memory that is not mapped from files, in MB.
+        files: number of open files.
+        threads: number of threads.
     """
 
     minute: float
@@ -126,7 +129,7 @@ class Soak:
                 self.updates += 1
 
     async def _leave_early(self, case: FaultCase) -> None:
-        """Make calls and do not wait for their answers. The pool must not keep their requests."""
+        """Make calls and abandon them before their end. The pool must not keep their requests."""
         client = self.clients[case.name]
         wanted = {"input_ids": [1, 2, 3], "max_new_tokens": 150, "ignore_eos": True}
         for turn in itertools.count():
@@ -153,7 +156,8 @@ class Soak:
     async def _measure(self, interval: float, note: Note) -> None:
         libc = ctypes.CDLL(None)
         while True:
-            # Memory that malloc keeps for later is not a leak. Workers cannot trim it.
+            # Memory that malloc keeps for later is not a leak. It can be trimmed only here, and not
+            # in workers.
             libc.malloc_trim(0)
             minute = (time.monotonic() - self.begun) / 60
             for name, pid in self._processes():
@@ -190,7 +194,7 @@ class Soak:
         return processes
 
     def rows(self, warm_up: float) -> dict[str, dict[str, Any]]:
-        """Return figures of each process that lived from ``warm_up`` minutes until near the end."""
+        """Return the figures of processes that lived from minute ``warm_up`` until near the end."""
         rows = {}
         last = max(samples[-1].minute for samples in self.samples.values())
         for name, samples in self.samples.items():
@@ -207,9 +211,10 @@ class Soak:
                 "rss_mb": [warm[0].rss, warm[-1].rss],
                 "highest_rss_mb": max(sample.rss for sample in warm),
                 "mb_per_minute": float(slope),
-                # Pages of libraries do not count here: they are read when their code first runs.
+                # Pages of libraries do not count here, because they are read when their code first
+                # runs.
                 "own_mb_per_minute": float(own),
-                # Take the minimum of a quarter: an update or a kill opens some for a moment.
+                # Use the minimum of a quarter, because an update or a kill opens some for a moment.
                 "files": [min(sample.files for sample in part) for part in (begin, end)],
                 "threads": [min(sample.threads for sample in part) for part in (begin, end)],
             }

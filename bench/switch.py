@@ -1,7 +1,7 @@
 """``python -m bench.switch DELAY LOSS FILE...``: an Ethernet switch that delays and loses frames.
 
-Each FILE is the inherited file of a TAP interface. DELAY is in seconds, and LOSS is a share of the
-frames. It does what netem does, which many kernels lack.
+Each FILE is the inherited descriptor of a TAP interface. DELAY is in seconds, and LOSS is a share
+of the frames. The switch replaces netem, which many kernels lack.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ def serve(delay: float, loss: float, files: list[int]) -> None:
     for file in files:
         selector.register(file, selectors.EVENT_READ)
     ports: dict[bytes, int] = {}
-    """The file of each hardware address that has sent a frame."""
+    """For each hardware address that has sent a frame, the file of its interface."""
     waiting: list[tuple[float, int, int, bytes]] = []
-    """Frames by the time at which they arrive, with a number that keeps their order."""
+    """A heap of frames: time of delivery, a number that keeps the order, source file, frame."""
     count = 0
     while True:
         timeout = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
@@ -35,7 +35,7 @@ def serve(delay: float, loss: float, files: list[int]) -> None:
             try:
                 frame = os.read(key.fd, _MAX_BYTES)
             except OSError:
-                # The interface is gone, with its namespace.
+                # The interface was removed with its namespace.
                 selector.unregister(key.fd)
                 continue
             if draw.random() >= loss:
@@ -48,7 +48,7 @@ def serve(delay: float, loss: float, files: list[int]) -> None:
             to = files if target[0] & 1 else [ports[target]] if target in ports else []
             for file in to:
                 if file != source:
-                    # The interface may be down, or its queue full.
+                    # The interface may be down, or its queue may be full.
                     with contextlib.suppress(OSError):
                         os.write(file, frame)
 

@@ -1,6 +1,7 @@
-"""Agents with messages and tools over fake engines, in their own process. See ``parts``.
+"""The run of ``bench.rollout`` with agents that use messages and tools, over fake engines.
 
-A fake engine repeats its prompt, so a question that contains a call makes each turn call the tool.
+A fake engine repeats its prompt. If the question contains a tool call, each turn therefore calls
+the tool.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ WAYS = {
     "template": "messages",
     "renderer": "messages, calls parsed and run",
 }
-"""What agents get from their tools: token ids, messages that the chat template renders, or the
-results of calls that a renderer parses and ``run_tools`` runs."""
-# The first 64 tokens, which the engine repeats, are the call and a part of the other words.
+"""The forms of a tool's result: token ids, a message that the chat template renders, or the result
+of a tool call that a renderer parses and ``run_tools`` runs."""
+# The engine repeats the first 64 tokens, which are the call and a part of the other words.
 _CALL = '<tool_call>\n{"name": "look_up", "arguments": {"turn": 1}}\n</tool_call>'
 _QUESTION = f"{_CALL} {'and some other words ' * 8}"
 _RESULT = "the result of a tool"
@@ -36,7 +37,7 @@ _TOKENS_OF_QWEN3 = "<think> </think> <tool_call> </tool_call> <tool_response> </
 async def pool_with_tokenizer(
     **arguments: Any,
 ) -> AsyncIterator[tuple[sglrl.Client, Any]]:
-    """Run fake engines with a small tokenizer, which has the tokens that Qwen3's calls need."""
+    """Run fake engines with a small tokenizer, which has the special tokens of Qwen3's calls."""
     from sglrl.launching.tiny_model import make_tokenizer
 
     with tempfile.TemporaryDirectory() as folder:

@@ -1,7 +1,7 @@
-"""``python -m bench.weights``: how long new weights take to reach running engines.
+"""``python -m bench.weights``: measure how long new weights take to reach running engines.
 
-The bench also measures how long decoding stops meanwhile. It compares our update, the bare
-broadcast of the same bytes and SGLang's own ways in one run.
+The bench also measures how long decoding stops meanwhile. It compares our update, a bare broadcast
+of the same bytes, and SGLang's own ways to update weights, in one run.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ ModeName = StrEnum("ModeName", {name: name for name in MODES})  # type: ignore[m
 _WAYS = ("one request", "flattened 512 MB", "per parameter")
 _ENV = {"NCCL_CUMEM_ENABLE": "0"}
 _TORCHRL = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", **_ENV}
-"""The settings of TorchRL's weight-sync scheme on both sides."""
+"""The settings that TorchRL's weight-sync scheme makes on both sides."""
 _TARGETS_MS = {"0.6b": 12, "8b": 60, "32b": 240}
 """Milliseconds allowed for an update while decoding."""
 _BARE = "bare broadcast"

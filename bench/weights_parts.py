@@ -1,7 +1,8 @@
 """The systems that ``bench.weights`` measures, each in its own process (see ``parts``).
 
-The sender is on GPU 0 and the engines are on the other GPUs. On a CPU all share it. All systems
-send the same tensors: the model's parameters, filled with small random numbers.
+The sender is on GPU 0, and the engines are on the other GPUs. Without GPUs, sender and engines
+share the CPU. All systems send the same tensors: the model's parameters, filled with small random
+numbers.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ MODES = {
     "paused": ("bucketed", True),
     "kept": ("full", True),
 }
-"""For each row: the mode of ``update_weights``, and whether the engines decode meanwhile."""
+"""For each row of the table: the mode of the update, and whether the engines decode meanwhile."""
 
 
 def _on_gpu(name: str, prompt: int, new: int, updates: int) -> Case:
@@ -54,8 +55,8 @@ CASES = {
         _on_gpu("32b", 64, 256, 5),
     )
 }
-"""Models, and the load that decodes while their weights are updated. ``in_flight`` counts the
-requests at one worker, and ``repeats`` the updates of each kind."""
+"""Models, and the load that decodes while their weights are updated. ``in_flight`` is the number of
+requests at one worker, and ``repeats`` is the number of updates of each kind."""
 
 
 def _tensors(specs: Mapping[str, Any], device: str) -> dict[str, torch.Tensor]:
@@ -77,7 +78,7 @@ def _synchronize(device: str) -> None:
 async def sglrl(
     note: Note, *, case: Case, replicas: int, tp_size: int, modes: Sequence[str]
 ) -> dict[str, Any]:
-    """Measure each of ``modes``. The mode "kept" needs a pool of its own."""
+    """Measure each of the ``MODES`` in ``modes``. The mode "kept" needs a pool of its own."""
     pool = {"replicas": replicas, "tp_size": tp_size}
     most = [name for name in modes if name != "kept"]
     result = await _measure_pool(note, case, most, keep_weights=None, **pool)
@@ -90,7 +91,7 @@ async def sglrl(
 async def _measure_pool(
     note: Note, case: Case, modes: Sequence[str], *, replicas: int, **pool: Any
 ) -> dict[str, Any]:
-    """Measure with one pool. ``pool`` are arguments of ``launch``."""
+    """Measure the modes with one pool. ``pool`` has further arguments of ``launch``."""
     device = "cpu"
     if case.on_gpu:
         device = "cuda:0"
@@ -127,7 +128,8 @@ async def _measure_pool(
             note(f"{name}: {reports[-1]}")
             result["modes"][name] = _summary(reports)
             if name == "kept":
-                # The report leaves out the copy to the host's memory, which the call waits for.
+                # The call also waits for the copy to the host's memory, which the report of the
+                # update does not include.
                 total = {"total_ms": statistics.median(returned), "all_total_ms": returned}
                 result["modes"][name] |= total
             if load:
@@ -141,10 +143,11 @@ async def _measure_pool(
 
 @contextlib.asynccontextmanager
 async def _decoding(client: Any, case: Case, replicas: int) -> AsyncIterator[list[float]]:
-    """Keep every engine busy.
+    """Keep every engine busy while the block runs.
 
     Yields:
-        The times at which tokens of one request of worker 0 arrived, one for each decode step.
+        A growing list of the times at which the tokens of one request arrived, one for each decode
+        step of worker 0.
     """
     steps: list[float] = []
     warm = asyncio.Event()
@@ -194,7 +197,7 @@ def _summary(reports: list[Any]) -> dict[str, Any]:
 
 
 def _timeline(steps: list[float], begun: float, ended: float, report: Any) -> dict[str, Any]:
-    """Return the phases and the tokens around the update, in milliseconds from its begin."""
+    """Return the phases and the tokens around an update, in milliseconds from its start."""
     near = [s for s in steps if begun - 0.15 < s < ended + 0.15]
     at = 0.0
     phases = []
@@ -209,7 +212,7 @@ def _timeline(steps: list[float], begun: float, ended: float, report: Any) -> di
 
 
 def bare(note: Note, *, case: Case, receivers: int, size: int) -> dict[str, Any]:
-    """Broadcast ``size`` bytes between processes that do nothing else."""
+    """Broadcast ``size`` bytes between processes that do nothing else, and return the times."""
     port = free_port()
     given = (case.device, str(receivers + 1), str(port), str(size), str(case.repeats))
     children = [
@@ -255,7 +258,8 @@ def _broadcast(rank: int, device: str, size: int, port: int, total: int, count: 
 
 
 Ask = Callable[..., None]
-"""``ask(endpoint, **fields)`` makes one of SGLang's requests and waits for its answer."""
+"""A function ``ask(endpoint, **fields)`` that makes one of SGLang's requests and awaits its
+answer."""
 
 
 def _sglang_arguments(case: Case) -> dict[str, Any]:
@@ -340,7 +344,7 @@ def _sglang_ways(
     (group,) = joined
 
     def update(part: list[tuple[str, torch.Tensor]], load_format: str | None) -> None:
-        """Make one request and the broadcasts that it waits for."""
+        """Make one request, and meanwhile the broadcasts that the engine waits for."""
 
         def send() -> None:
             if load_format is None:

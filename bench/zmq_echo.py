@@ -1,4 +1,4 @@
-"""The echo process for ``bench.fabric``'s row "transport alone": sends every message back."""
+"""The echo process of the row "transport alone" in ``bench.fabric``. It returns every message."""
 
 from __future__ import annotations
 
