@@ -1,4 +1,7 @@
-"""The gateway and SGLang's HTTP server under load, each in its own process. See ``parts``."""
+"""The systems that ``bench.gateway`` measures: the gateway and SGLang's HTTP server under load.
+
+Each system runs in its own process, see ``parts``.
+"""
 
 from __future__ import annotations
 

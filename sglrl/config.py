@@ -40,10 +40,10 @@ class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
             or a client in another process). A further call raises ``Overloaded`` in this client.
             None: ``max_queue``.
         max_unread_bytes: maximum bytes of answers that a client in another process has not read.
-            At the limit, further calls of the client wait. Running calls continue. Their answers
-            may double the unread bytes if they are rows and scores, and exceed that if they are
-            generations. At ``DROPPED_AT`` times the larger of this size and ``max_message_bytes``,
-            the client is dropped and its calls end.
+            At the limit, further calls of the client wait. Running calls continue. With answers
+            that are rows or scores, the unread bytes may reach twice this size. With generations,
+            they may reach more. At ``DROPPED_AT`` times the larger of this size and
+            ``max_message_bytes``, the client is dropped and its calls end.
         max_attempts: maximum number of workers that may be lost one after another while they hold
             the same idempotent call, with no chunk received between the losses. Then the call
             fails, because it may be the cause. Unrelated losses must not reach this number.

@@ -1,4 +1,4 @@
-"""The table of all fields of SGLang's ``ServerArgs``, with what ``launch`` does with each."""
+"""The table of all fields of SGLang's ``ServerArgs``, with the treatment of each by ``launch``."""
 
 from __future__ import annotations
 

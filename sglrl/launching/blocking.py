@@ -80,7 +80,7 @@ class BlockingClient:
         )
 
     def close(self, **kwargs: Any) -> None:
-        """See ``Client.close``."""
+        """Close the client and its rollouts. See ``Client.close``."""
         thread = self.thread
         if thread is not None:
             try:
@@ -89,7 +89,7 @@ class BlockingClient:
                 self._stop()
 
     def stream(self, *args: Any, **kwargs: Any) -> Iterator[Chunk]:
-        """See ``Client.stream``. Returns a plain iterator."""
+        """Yield the chunks of an answer as a plain iterator. See ``Client.stream``."""
         stream = self.source.stream(*args, **kwargs)
         iterator = aiter(stream)
         end = object()
@@ -104,19 +104,19 @@ class BlockingClient:
             self.wait(stream.aclose())
 
     def session(self, *args: Any, **kwargs: Any) -> BlockingSession:
-        """See ``Client.session``."""
+        """Return a session without ``await``. See ``Client.session``."""
         return BlockingSession(self, self.source.session(*args, **kwargs))
 
     def rollout(self, agent: Agent, dataset: Any, **kwargs: Any) -> BlockingRollout:
-        """See ``sglrl.rollout``.
+        """Return a rollout without ``await``. See ``sglrl.rollout``.
 
-        The agent is a coroutine function or a class, as there. It runs on the client's thread, or
-        in separate ``processes``, and continues while the caller trains.
+        The agent is still a coroutine function or a class. It runs on the client's thread, or in
+        separate ``processes``, and continues while the caller trains.
         """
         return BlockingRollout(self, rollout(self.source, agent, dataset, **kwargs))
 
     def update_weights(self, weights: Any, **kwargs: Any) -> UpdateReport:
-        """See ``Client.update_weights``."""
+        """Update the weights of all workers. See ``Client.update_weights``."""
         from ..weights.tensor_source import take
 
         # ``take`` records the current CUDA stream of the thread that calls it. That must be the
@@ -194,13 +194,13 @@ class BlockingSession:
         self.close()
 
     def close(self) -> None:
-        """See ``Session.close``."""
+        """Close the session. See ``Session.close``."""
         # When the client is closed, no turn is left to release.
         with contextlib.suppress(Closed):
             self.wait(plain(self.source.close))
 
     def fork(self) -> BlockingSession:
-        """See ``Session.fork``. Another thread may use the fork."""
+        """Return a fork of the session, which another thread may use. See ``Session.fork``."""
         return BlockingSession(self._client, self.source.fork())
 
     if TYPE_CHECKING:

@@ -53,7 +53,7 @@ class BlockingRollout:
         self.close()
 
     def close(self) -> None:
-        """See ``Rollout.close``. Closing the client also closes its rollouts."""
+        """Close the rollout. Closing the client also closes it. See ``Rollout.close``."""
         if self._client.loop is not None:
             self._client.wait(self._close())
 
@@ -68,7 +68,7 @@ class BlockingRollout:
             yield from groups
 
     def batches(self) -> Iterator[list[Group]]:
-        """See ``Rollout.batches``."""
+        """Yield lists of ``batch_size`` groups. See ``Rollout.batches``."""
         size = self._run.batch_size
         if size is None:
             raise UsageError("batches() needs rollout(..., batch_size=)")
@@ -76,26 +76,26 @@ class BlockingRollout:
             yield batch
 
     def take(self, n: int = 1, *, timeout: float | None = None) -> list[Group]:
-        """See ``Rollout.take``."""
+        """Return the next ``n`` groups. See ``Rollout.take``."""
         return self._client.wait(self._run.take(n, timeout=timeout))
 
     def pause(self, *, timeout: float | None = None) -> None:
-        """See ``Rollout.pause``."""
+        """Begin no further turn, and wait for the running turns. See ``Rollout.pause``."""
         self._client.wait(self._run.pause(timeout=timeout))
 
     def resume(self) -> None:
-        """See ``Rollout.resume``."""
+        """Continue after ``pause``. See ``Rollout.resume``."""
         self._client.wait(plain(self._run.resume))
 
     def state_dict(self) -> dict[str, Any]:
-        """See ``Rollout.state_dict``."""
+        """Return the finished items, for a later run. See ``Rollout.state_dict``."""
         return self._client.wait(plain(self._run.state_dict))
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """See ``Rollout.save``."""
+        """Write ``state_dict()`` to a file, for a later run. See ``Rollout.save``."""
         self._client.wait(plain(lambda: self._run.save(path)))
 
     @property
     def metrics(self) -> RolloutMetrics:
-        """See ``Rollout.metrics``."""
+        """A snapshot of the rollout's metrics. See ``Rollout.metrics``."""
         return self._client.wait(plain(lambda: self._run.metrics))

@@ -51,7 +51,7 @@ class Trainer:
         from transformers import AutoModelForCausalLM
 
         torch.manual_seed(seed)
-        # Leave the other cores to the engines.
+        # The other cores are left to the engines.
         torch.set_num_threads(1)
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
         self.optimizer = torch.optim.AdamW(
