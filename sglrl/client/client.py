@@ -34,6 +34,7 @@ from ..inference.sampling import SamplingOptions, SamplingParams
 from ..inference.stream import Stream
 from ..inference.tokens import TokenIds, TokenizerBox, check_ids
 from ..inference.tool_choice import ToolChoice
+from ..sessions.options import SessionKeywords, SessionOptions
 from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
 from ..wire.processes import ClientKeys
@@ -381,26 +382,13 @@ class Client(
         *,
         messages: Sequence[Message] | None = None,
         input_ids: TokenIds | None = None,
-        tools: Sequence[Any] | None = None,
-        template: Mapping[str, Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        allow_rewrite: bool = False,
-        renderer: str | None = None,
-        tool_choice: ToolChoice = "auto",
-        timeout: float | None = None,
-        priority: int = 0,
-        metadata: Mapping[str, Any] | None = None,
-        reward_weights: Mapping[str, float] | None = None,
-        lora: str | None = None,
-        sampling: SamplingParams | None = None,
-        **values: Unpack[SamplingOptions],
+        **options: Unpack[SessionKeywords],
     ) -> Session:
         """Return a conversation of several turns: ``async with client.session(...) as s``.
 
         Give one of ``prompt``, ``input_ids`` and ``messages``, or none and ``observe`` the prompt.
 
-        Args:
+        Keyword Args:
             tools, template, chat_template_kwargs, continue_final_message: as for ``generate``.
             allow_rewrite: some templates change earlier turns when the conversation continues (for
                 example, they remove reasoning). By default, the session then branches (see
@@ -410,36 +398,23 @@ class Client(
                 the one that fits the chat template. A name: this one, as "qwen3", or a class of
                 your own, as "module:Class"; "template": none.
             tool_choice: of the turns. "required": a grammar makes each call tools, one or several.
-                The name of a tool: one call of it. "auto": the model decides.
+                The name of a tool: one call of it. "auto", the default: the model decides.
             timeout: seconds for each turn. None: the client's timeout.
             priority: priority of each turn, as for ``generate``.
             metadata: values to store in the trajectory.
             reward_weights: by name of a reward (``Session.reward``). Others have the weight 1.
             lora: the name of an adapter, which samples the turns.
-            sampling, **values: default sampling parameters of the turns. A turn can override them.
+            sampling: a ``SamplingParams``, the defaults of the turns. A turn can override them.
+            Others: the fields of ``SamplingParams``, which override those of ``sampling``.
 
         Raises:
             InvalidRequest: an argument is wrong.
         """
-        return Session(
-            SessionSpec(
-                self.requests,
-                prompt,
-                messages=messages,
-                input_ids=input_ids,
-                tools=tools,
-                template=template,
-                chat_template_kwargs=chat_template_kwargs,
-                continue_final_message=continue_final_message,
-                allow_rewrite=allow_rewrite,
-                renderer=renderer,
-                tool_choice=tool_choice,
-                timeout=timeout,
-                priority=priority,
-                metadata=metadata,
-                reward_weights=reward_weights,
-                lora=lora,
-                sampling=sampling,
-                **values,
-            )
+        spec = SessionSpec(
+            self.requests,
+            SessionOptions.of(options),
+            prompt=prompt,
+            messages=messages,
+            input_ids=input_ids,
         )
+        return Session(spec)

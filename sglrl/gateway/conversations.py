@@ -208,12 +208,14 @@ class Conversations:
             spec, after, seen, digest = sibling(base, request), ROOT, None, None
         else:
             seen = check_conversation(request.messages)
-            digest = Digest(seen, {**template_of(request), "lora": request.lora or base.lora})
+            digest = Digest(
+                seen, {**template_of(request), "lora": request.lora or base.options.lora or ""}
+            )
             # The last message is always new, so no earlier turn ends with it.
             known = reversed(digest.beginnings[:-1])
             ends = (self._ends[one] for one in known if one in self._ends)
             spec, after = next(ends, None) or (sibling(base, request), ROOT)
-            spec = spec.with_priority(request.priority or base.priority)
+            spec = spec.with_priority(request.priority or base.options.priority)
             spec = spec.with_later_tools(request.later_tools)
 
         key = self._seed_key(request, base)
@@ -351,7 +353,10 @@ def template_of(request: TurnRequest) -> dict[str, Any]:
 
 def sibling(spec: SessionSpec, request: TurnRequest) -> SessionSpec:
     """Return the spec of the conversation that a request begins, with the settings of ``spec``."""
-    own: dict[str, Any] = {"priority": request.priority or None, "lora": request.lora or None}
+    own: dict[str, Any] = {
+        "priority": request.priority or spec.options.priority,
+        "lora": request.lora or spec.options.lora,
+    }
     given = request.prompt
     if request.messages is not None:
         made = spec.sibling(messages=request.messages, **own, **template_of(request))

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..client.client import Client
 from ..errors import UsageError
+from ..sessions.options import SessionOptions
 from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
 from .conversations import Conversations
@@ -82,8 +83,8 @@ class Registry:
         """
         if len(self._by_id) >= self._most:
             raise UsageError(f"{self._most} sessions are open; end some, or raise max_sessions")
-        spec = SessionSpec(self._client.requests, metadata=metadata, reward_weights=reward_weights)
-        return self.add(Session(spec))
+        options = SessionOptions.of({"metadata": metadata, "reward_weights": reward_weights})
+        return self.add(Session(SessionSpec(self._client.requests, options)))
 
     def add(self, session: Session) -> OpenSession:
         """Open a session whose turns belong to ``session``."""

@@ -42,7 +42,7 @@ def unfinished(
         finished_at=now(),
         decode=spec.requests.decode,
         params=params,
-        lora=spec.lora or None,
+        lora=spec.options.lora,
     )
 
 

@@ -7,22 +7,19 @@ from typing import Any, TypedDict
 
 import msgspec
 
-from .sampling import SamplingOptions, SamplingParams, UnseededOptions
+from .sampling import SamplingOptions, SamplingParams
 from .tool_choice import ToolChoice
 
 
-class SessionOptions(UnseededOptions, total=False):
-    """The keyword arguments of ``rollout`` for the sessions of all items."""
+class MessageKeywords(TypedDict, total=False):
+    """The keyword arguments that decide how messages are rendered and parsed."""
 
     tools: Sequence[Any] | None
     template: Mapping[str, Any] | None
     chat_template_kwargs: Mapping[str, Any] | None
     continue_final_message: bool
-    allow_rewrite: bool
     renderer: str | None
     tool_choice: ToolChoice
-    lora: str | None
-    reward_weights: Mapping[str, float] | None
 
 
 class CallKeywords(TypedDict, total=False):
@@ -64,12 +61,5 @@ class GenerateOptions(SamplingOptions, CallKeywords, total=False):
     sampling: SamplingParams | None
 
 
-class MessageOptions(GenerateOptions, total=False):
+class MessageOptions(GenerateOptions, MessageKeywords, total=False):
     """The keyword arguments of ``Client.generate`` for messages."""
-
-    tools: Sequence[Any] | None
-    template: Mapping[str, Any] | None
-    chat_template_kwargs: Mapping[str, Any] | None
-    continue_final_message: bool
-    renderer: str | None
-    tool_choice: ToolChoice

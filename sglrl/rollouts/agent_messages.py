@@ -46,8 +46,7 @@ class Settings(NamedTuple):
     agent: Agent | type[Any]
     timeout: float | None
     max_staleness: int | None
-    sampling: SamplingParams | None
-    values: dict[str, Any]
+    session: dict[str, Any]
     gateway: bool | GatewayOptions = False
 
     def __repr__(self) -> str:

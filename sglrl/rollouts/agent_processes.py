@@ -143,8 +143,7 @@ class AgentProcesses(DriverListener):
             agent,
             config.timeout,
             config.max_staleness,
-            config.sampling,
-            dict(config.values),
+            dict(config.session),
             config.gateway,
         )
         # The class is sent by value, with all objects that it refers to, over the private socket of
@@ -276,9 +275,9 @@ class AgentProcesses(DriverListener):
         if config.open_session is session_arguments and type(group.item) in (dict, str, list):
             return None
         if group not in self._arguments:
-            found = config.open_session(group.item)
-            SessionSpec.of(self._client.requests, found, config.values, config.sampling)
-            self._arguments[group] = sampling_to(found)
+            own = config.open_session(group.item)
+            SessionSpec.of(self._client.requests, config.session, own)
+            self._arguments[group] = sampling_to(own)
         return self._arguments[group]
 
     # --- ends of samples --------------------------------------------------------------------------

@@ -118,9 +118,8 @@ class AgentTasks:
         group = sample.group
         spec = self._specs.get(group)
         if spec is None:
-            config = self._config
-            found = config.open_session(group.item)
-            spec = SessionSpec.of(self._client.requests, found, config.values, config.sampling)
+            own = self._config.open_session(group.item)
+            spec = SessionSpec.of(self._client.requests, self._config.session, own)
             self._specs[group] = spec
         session = session_of_sample(
             spec, self._gate, self._on_turn, group.index, sample.index, sample.tries

@@ -229,9 +229,8 @@ class AgentWorker(Actor):
         """Return the spec that is shared by samples of a group that run here at similar times."""
         spec = self._specs.get((number, tries))
         if spec is None:
-            settings = self.settings
-            found = session_arguments(item) if arguments is None else sampling_from(arguments)
-            spec = SessionSpec.of(self._client.requests, found, settings.values, settings.sampling)
+            own = session_arguments(item) if arguments is None else sampling_from(arguments)
+            spec = SessionSpec.of(self._client.requests, self.settings.session, own)
             self._specs[number, tries] = spec
             if len(self._specs) > _KEPT:
                 self._specs.popitem(last=False)

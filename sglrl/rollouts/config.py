@@ -13,10 +13,8 @@ from ..core.rollout_plan import Plan
 from ..core.seeds import MAX_SEED
 from ..errors import UsageError
 from ..inference.number_checks import check_integer
-from ..inference.options import SessionOptions
-from ..inference.sampling import SamplingOptions, SamplingParams
-from ..sessions.session_spec import turn_values
-from .dataset import prompts_of, session_arguments
+from ..sessions.options import RolloutSessionKeywords, turn_values
+from .dataset import session_arguments
 from .group import Group
 
 OnError = Literal["retry", "drop", "raise"]
@@ -26,7 +24,11 @@ OnError = Literal["retry", "drop", "raise"]
 class RolloutConfig:
     """The arguments of ``rollout``, which describes each of them.
 
-    ``timeout`` becomes a float. ``values`` get the names of the fields of ``SamplingParams``.
+    ``timeout`` becomes a float.
+
+    Attributes:
+        session: arguments of ``Client.session`` for all items, with ``seed``. Sampling parameters
+            have the names of the fields of ``SamplingParams``.
 
     Raises:
         UsageError: an argument is wrong.
@@ -49,8 +51,7 @@ class RolloutConfig:
     progress: bool | None = None
     state: Mapping[str, Any] | None = None
     seed: int | None = None
-    sampling: SamplingParams | None = None
-    values: Mapping[str, Any] = field(default_factory=dict)
+    session: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, minimum in (
@@ -93,27 +94,16 @@ class RolloutConfig:
         if timeout == 0:
             raise UsageError(f"timeout must be more than 0 seconds, got {timeout!r}")
         object.__setattr__(self, "timeout", timeout)
-        object.__setattr__(self, "values", turn_values(self.values))
-        for name in self.values:
-            if name not in SessionOptions.__annotations__:
-                known = [*SessionOptions.__annotations__, *self.__dataclass_fields__]
+        session = turn_values(self.session)
+        for name in session:
+            if name not in RolloutSessionKeywords.__annotations__:
+                known = [*RolloutSessionKeywords.__annotations__, *self.__dataclass_fields__]
                 near = get_close_matches(name, known, n=1, cutoff=0.75)
                 hint = f"; did you mean {near[0]!r}?" if near else ""
                 raise UsageError(f"unknown argument {name!r} of rollout{hint}")
         if self.seed is not None:
-            object.__setattr__(self, "values", {**self.values, "seed": self.seed})
-
-    def arguments_of(self, item: Any) -> Mapping[str, Any]:
-        """Return the arguments of the session of an item."""
-        found = self.open_session(item)
-        if self.gateway and not prompts_of(found):
-            return {**found, "promptless": True}
-        return found
-
-    @property
-    def sampling_values(self) -> dict[str, Any]:
-        """The sampling parameters in ``values``. The others are arguments of ``Client.session``."""
-        return {k: v for k, v in self.values.items() if k in SamplingOptions.__annotations__}
+            session["seed"] = self.seed
+        object.__setattr__(self, "session", session)
 
     def plan(self) -> Plan:
         """Return the plan of a new run."""

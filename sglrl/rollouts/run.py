@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, Unpack
 
 from ..config import GatewayOptions, check_timeout
 from ..errors import UsageError
-from ..inference.options import SessionOptions
-from ..inference.sampling import SamplingParams
+from ..inference.sampling import SamplingOptions
+from ..sessions.options import RolloutSessionKeywords
 from .agent import Agent
 from .config import OnError, RolloutConfig
 from .dataset import Items, optional_prompt, session_arguments
@@ -58,8 +58,7 @@ def rollout(
     progress: bool | None = None,
     state: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     seed: int | None = None,
-    sampling: SamplingParams | None = None,
-    **values: Unpack[SessionOptions],
+    **session: Unpack[RolloutSessionKeywords],
 ) -> Rollout:
     """Run ``agent`` over a data set and deliver groups of trajectories as they finish.
 
@@ -138,10 +137,10 @@ def rollout(
         seed: makes every sample's draws repeatable. Each turn of each attempt of each sample has
             its own seed, which is derived from this one, wherever it is given: here, in
             ``sampling``, by ``open_session``, or in ``session.generate``.
-        sampling, **values: sampling parameters of turns, unless the agent passes others. Also
-            ``tools``, ``tool_choice``, ``renderer``, ``reward_weights``, ``template``,
-            ``chat_template_kwargs``, ``continue_final_message`` and ``allow_rewrite`` of
-            ``Client.session``, unless ``open_session`` returns others.
+        **session: arguments of ``Client.session`` for all items, unless ``open_session`` returns
+            others: ``tools``, ``tool_choice``, ``renderer``, ``reward_weights``, ``lora``,
+            ``template``, ``chat_template_kwargs``, ``continue_final_message``, ``allow_rewrite``,
+            ``sampling`` and its fields. The agent may pass other sampling parameters for a turn.
 
     With ``processes``:
 
@@ -191,8 +190,7 @@ def rollout(
         progress=progress,
         state=load_state(state) if isinstance(state, (str, os.PathLike)) else state,
         seed=seed,
-        sampling=sampling,
-        values=dict(values),
+        session=session,
     )
     return Rollout(client, agent, dataset, config)
 
@@ -396,7 +394,9 @@ def _check_pool(client: Client, config: RolloutConfig) -> None:
         UsageError: a group has more samples than can run.
     """
     requests = client.requests
-    requests.samplings.prepare(config.sampling, config.sampling_values)
+    given = config.session
+    values = {k: v for k, v in given.items() if k in SamplingOptions.__annotations__}
+    requests.samplings.prepare(given.get("sampling"), values)
     most = sum(requests.driver.capacity(None))
     if config.concurrency is not None:
         # These samples do not all run at the same time.

@@ -3,7 +3,7 @@
 * ``session``: ``Session`` samples turns;
 * ``history``: the turns that it has sampled, as a tree;
 * ``observations``: the tokens of observed text and messages;
-* ``session_spec``: how a session starts and samples;
+* ``options``, ``session_spec``: the arguments of a session, and its prompt;
 * ``continuation``: the text that a chat template adds after the model's own tokens;
 * ``rewards``: what the turns have earned;
 * ``tools``: runs the tools that the model calls;

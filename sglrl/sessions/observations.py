@@ -85,7 +85,7 @@ def encode_observations(
             tokens += item
             continue
         if isinstance(item, str):
-            tokens += check_ids(box.encode_rendered([item])[0], spec.vocab_size)
+            tokens += check_ids(box.encode_rendered([item])[0], spec.requests.vocab_size)
             continue
         assert dialogue.messages is not None
         # A renderer also leaves out messages of unknown roles.
@@ -107,20 +107,20 @@ def encode_observations(
                 text,
                 answer,
                 item,
-                allow_rewrite=spec.allow_rewrite,
+                allow_rewrite=spec.options.allow_rewrite,
                 parsed=None if said is None else dialogue.begun + said.content,
             )
             if after.only_form and spec.renderer is not None and said is not None:
                 renderer = spec.renderer.keeping_thoughts()
                 bridge = _bridge(renderer, tokens, dialogue.answer_at, said, item)
         if bridge is not None:
-            tokens = check_ids(bridge, spec.vocab_size)
+            tokens = check_ids(bridge, spec.requests.vocab_size)
         elif after is not None:
             ids = box.encode_rendered([after.text])[0]
             if ended is not None and not after.rewritten and ids[:1] == [ended]:
                 # The model sampled the end token that the template writes, so add it only once.
                 ids = ids[1:]
-            tokens = (b"" if after.rewritten else tokens) + check_ids(ids, spec.vocab_size)
+            tokens = (b"" if after.rewritten else tokens) + check_ids(ids, spec.requests.vocab_size)
         dialogue = Dialogue([*dialogue.messages, answer, *item], answer_at=len(tokens))
     return tokens, dialogue
 

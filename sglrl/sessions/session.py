@@ -26,11 +26,12 @@ from ..inference.sampling_cache import Prepared
 from ..inference.tokens import TokenIds
 from ..inference.tool_choice import ToolChoice
 from .gate import Gate
-from .history import History, Position, beginning
+from .history import Position, beginning
 from .observations import Dialogue, Observation, as_observation, encode_observations, parsed
 from .opening import check_messages_first, opened
+from .options import turn_values
 from .rewards import RewardValue
-from .session_spec import SessionSpec, turn_values
+from .session_spec import SessionSpec
 from .shared import Shared
 from .tools import OnError, Tool, run_tools
 from .trajectory import Trajectory
@@ -62,7 +63,7 @@ class Session:
         and the number of new bytes."""
         self.seeds = TurnSeeds(path)
         self._is_fork = shared is not None
-        self._shared = shared or Shared(History(spec.reward_weights), spec.metadata)
+        self._shared = shared or Shared(spec.options)
         self._history = self._shared.history
         self.sampler = TurnSampler(spec, self._shared, gate)
         self.position = beginning(Dialogue(spec.messages, spec.begun))
@@ -329,7 +330,7 @@ class Session:
                 the messages, ``generate`` raises.
             UsageError: messages cannot follow the prompt.
         """
-        new = as_observation(what, self.spec.vocab_size)
+        new = as_observation(what, self.spec.requests.vocab_size)
         waiting = self._pending[self._taken :]
         if isinstance(new, list):
             if not self.position.takes_messages(self.spec.promptless):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from ..core.policy_versions import Versions, oldest_of
 from ..driver.driver import now
 from .history import History
+from .options import SessionOptions
 
 
 class Turn(Protocol):
@@ -28,9 +28,9 @@ class Shared:
         generating: total seconds in which turns were sampled.
     """
 
-    def __init__(self, history: History, metadata: Mapping[str, Any]) -> None:
-        self.history = history
-        self.metadata = dict(metadata)
+    def __init__(self, options: SessionOptions) -> None:
+        self.history = History(options.reward_weights)
+        self.metadata = dict(options.metadata)
         self.closed = self.refused = False
         self.running: dict[Turn, Versions | None] = {}
         self.generating = 0.0

@@ -129,18 +129,20 @@ class TurnSampler:
                 f"together with its response at most {spec.max_tokens} are possible; see "
                 "Session.room and Session.unobserve"
             )
-        deadline = None if spec.timeout is None else deadline_from(spec.timeout)
-        options = CallOptions(True, top_logprobs, None, deadline, spec.priority, None, spec.lora)
+        own, lora = spec.options, spec.options.lora or ""
+        timeout = spec.requests.timeout if own.timeout is None else own.timeout
+        deadline = None if timeout is None else deadline_from(timeout)
+        options = CallOptions(True, top_logprobs, None, deadline, own.priority, None, lora)
         completion = None
         while completion is None or completion.chunks[-1].finish == "abort":
             if self.has_closed:
                 raise Closed("the session was closed")
             if completion is None or not len(completion.output_ids):
                 # No token of this turn will have an older version.
-                running[self] = spec.requests.versions(spec.lora)
+                running[self] = spec.requests.versions(lora)
             if not ids.startswith(self._route.tokens):
                 self._route = Route(b"")
-            self._route.extend(ids, spec.requests.version(spec.lora))
+            self._route.extend(ids, spec.requests.version(lora))
             call, future = spec.requests.sample(
                 ids,
                 prepared,
@@ -161,8 +163,8 @@ class TurnSampler:
                 break
         first = next((chunk for chunk in completion.chunks if chunk.ids), None)
         if first is not None:
-            own = {spec.lora: first.lora_version} if spec.lora else {}
-            self._shared.sampled({MODEL: first.version, **own})
+            version = {lora: first.lora_version} if lora else {}
+            self._shared.sampled({MODEL: first.version, **version})
         elif (bound := running[self]) is not None:
             self._shared.sampled(bound)
         return completion

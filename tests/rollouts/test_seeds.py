@@ -144,10 +144,10 @@ async def test_a_session_by_itself(client: sglrl.Client) -> None:
 async def test_a_turn_that_failed_keeps_its_seed(client: sglrl.Client) -> None:
     async with client.session(input_ids=PROMPT, seed=7, timeout=30) as session:
         await session.generate(max_new_tokens=2)
-        session.spec.timeout = 0.0
+        session.spec.options = session.spec.options.changed(timeout=0.0)
         with pytest.raises(sglrl.DeadlineExceeded):
             await session.generate(max_new_tokens=2)
-        session.spec.timeout = 30.0
+        session.spec.options = session.spec.options.changed(timeout=30.0)
         await session.generate(max_new_tokens=2)
         first, second = (turn.params.seed for turn in session.turns)
     async with client.session(input_ids=PROMPT, seed=7) as session:

@@ -141,7 +141,7 @@ async def test_a_first_turn_that_failed_has_no_version() -> None:
             await session.generate(max_new_tokens=200)
         assert session.oldest_version is None
         new_weights(client)
-        session.spec.timeout = None
+        session.spec.options = session.spec.options.changed(timeout=None)
         return await of_now(session, item)
 
     item = {"id": 1, "input_ids": [1, 2, 3]}

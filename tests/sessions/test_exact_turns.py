@@ -17,6 +17,7 @@ from sglrl.inference.chat_templates import render_conversation
 from sglrl.inference.renderer import find_renderer
 from sglrl.inference.tokens import TokenizerBox
 from sglrl.sessions.observations import Dialogue, encode_observations, parsed
+from sglrl.sessions.options import SessionOptions
 
 from .families import FAMILIES, Family, family_tokenizer
 
@@ -55,11 +56,12 @@ class Case:
         renderer = find_renderer(None, self.box, self.template) if has_renderer else None
         assert (renderer is not None) == has_renderer
         self.spec: Any = SimpleNamespace(
-            requests=SimpleNamespace(box=self.box, decode=self.box.decode),
-            vocab_size=len(self.tokenizer),
+            requests=SimpleNamespace(
+                box=self.box, decode=self.box.decode, vocab_size=len(self.tokenizer)
+            ),
+            options=SessionOptions(),
             renderer=renderer,
             template=self.template,
-            allow_rewrite=False,
             render=lambda messages: render_conversation(self.box, messages, self.template),
         )
         self.prompt = self.encode(self.spec.render(ASK))

@@ -131,7 +131,7 @@ async def test_a_failed_turn_keeps_them(client: sglrl.Client) -> None:
         with pytest.raises(sglrl.DeadlineExceeded):
             await first_turn(session)
         session.observe(MORE)
-        session.spec.timeout = 30.0
+        session.spec.options = session.spec.options.changed(timeout=30.0)
         turn = await first_turn(session)
         assert turn.prompt_ids.tolist() == rendered(client, [SYSTEM, BOARD, MORE])
     async with client.session(messages=[BOARD]) as session:
