@@ -31,7 +31,6 @@ from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
 from ..wire.calls import Item, ItemKind
 from ..wire.codec import Body, Buffer
-from .agent import Agent
 from .agent_host import Done, End, Failed, GivenUp, Late, OnEnd, ProcessLost
 from .agent_messages import DONE, LATE, STALE, Outcome, Settings, error_from, sampling_to
 from .agent_worker import AgentWorker
@@ -96,7 +95,7 @@ class AgentProcesses(DriverListener):
     Owns the processes, the running samples and the session arguments of their groups.
 
     Args:
-        count: number of processes.
+        config: ``config.processes`` is the number of processes.
         on_turns: called with bytes of the prompts of the turns that a process has finished, cached
             prompt tokens, bytes of their new tokens, and the number of turns.
         on_end: called with the end of each sample.
@@ -112,15 +111,14 @@ class AgentProcesses(DriverListener):
     def __init__(
         self,
         client: Client,
-        agent: Agent,
         config: RolloutConfig,
-        count: int,
         on_turns: Callable[[int, int, int, int], None],
         on_end: OnEnd,
         on_room: Callable[[], None],
     ) -> None:
+        count = config.processes
+        assert count is not None
         self._client = client
-        self._agent = agent
         self._config = config
         self._on_turns = on_turns
         self._on_end = on_end
@@ -140,7 +138,7 @@ class AgentProcesses(DriverListener):
             *client.entry,
             client.model,
             client.timeout,
-            agent,
+            config.agent,
             config.timeout,
             config.max_staleness,
             dict(config.session),
@@ -343,7 +341,7 @@ class AgentProcesses(DriverListener):
         sample = away.sample
         error = None if outcome.error is None else error_from(outcome.error)
         if outcome.hangs_at:
-            title = title_of(self._agent, sample.index, sample.group.index)
+            title = title_of(self._config.agent, sample.index, sample.group.index)
             reason = "timeout" if outcome.how == LATE else core.STALE
             log_hanging(title, reason, outcome.hangs_at)
         if outcome.how == DONE and outcome.trajectory is not None:

@@ -14,7 +14,6 @@ from ..sessions.gate import Gate
 from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
 from .agent import (
-    Agent,
     Gateway,
     NotAsync,
     as_failure,
@@ -81,14 +80,13 @@ class AgentTasks:
     def __init__(
         self,
         client: Client,
-        agent: Agent,
         config: RolloutConfig,
         tasks: TaskSet,
         on_turn: Callable[[int, int, int], None],
         on_end: OnEnd,
     ) -> None:
         self._client = client
-        self.agent = agent
+        self.agent = config.agent
         self._config = config
         self._tasks = tasks
         self._on_turn = on_turn

@@ -14,6 +14,7 @@ from ..core.seeds import MAX_SEED
 from ..errors import UsageError
 from ..inference.number_checks import check_integer
 from ..sessions.options import RolloutSessionKeywords, turn_values
+from .agent import Agent
 from .dataset import session_arguments
 from .group import Group
 
@@ -34,6 +35,8 @@ class RolloutConfig:
         UsageError: an argument is wrong.
     """
 
+    agent: Agent
+    dataset: Any
     group_size: int = 1
     concurrency: int | None = None
     batch_size: int | None = None
@@ -75,6 +78,8 @@ class RolloutConfig:
             raise UsageError(
                 f"min_group={self.min_group} is more than group_size={self.group_size}"
             )
+        if not callable(self.agent):
+            raise UsageError(f"agent must be callable, got {self.agent!r}")
         if not isinstance(self.gateway, (bool, GatewayOptions)):
             raise UsageError(
                 f"gateway must be a bool or sglrl.GatewayOptions(...), got {self.gateway!r:.99}"

@@ -11,9 +11,6 @@ from ..core import rollout_group as core
 from ..core.policy_versions import MODEL
 from ..core.rollout_plan import Plan
 from ..errors import DeadlineExceeded
-from .config import RolloutConfig
-from .dataset import Items
-from .failures import FailurePolicy
 from .group import Group
 from .lost_weights import UnlessWeightsLost
 from .metrics import MetricsRecorder
@@ -35,25 +32,26 @@ class Delivery:
     Owns the consumers that wait, and groups that were taken for an unfinished ``take``.
 
     Args:
+        keep: returns False to filter out a finished group. None: all groups are delivered.
+        check_end: raises an error if the run has ended for another reason than the end of the data
+            set. Called when there are no more groups.
         on_taken: called when more groups may begin.
     """
 
     def __init__(
         self,
         client: Client,
-        config: RolloutConfig,
+        keep: Callable[[Group], bool] | None,
         plan: Plan,
-        items: Items,
-        failures: FailurePolicy,
         metrics: MetricsRecorder,
+        check_end: Callable[[], None],
         on_taken: Callable[[], None],
     ) -> None:
         self._client = client
-        self._keep = config.keep
+        self._keep = keep
         self._plan = plan
-        self._items = items
-        self._failures = failures
         self._metrics = metrics
+        self._check_end = check_end
         self._on_taken = on_taken
         self._partial: list[Group] = []
         self._turn = asyncio.Lock()
@@ -103,11 +101,11 @@ class Delivery:
                     await self._wait_for(n)
                 if self._closed:
                     return []
-                found, self._partial = self._partial[:n], self._partial[n:]
-                if found:
+                groups, self._partial = self._partial[:n], self._partial[n:]
+                if groups:
                     self._hinted = {_FIRST_GROUPS}
                     self._metrics.count_delivery()
-                return found
+                return groups
         except TimeoutError:
             if not limit.expired():
                 # The error belongs to an agent or to the data set.
@@ -137,12 +135,6 @@ class Delivery:
         finally:
             self._plan.wanted = 0
             self._hint_timer.cancel()
-
-    def _check_end(self) -> None:
-        """Raise an error if the run has ended for another reason than the end of the data set."""
-        self._failures.check_end()
-        if self._items.error is not None:
-            raise self._items.error
 
     def _hint(self) -> None:
         """Log what a waiting consumer waits for, because it may not know this. Look again later."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import (
     AsyncGenerator,
@@ -20,13 +19,10 @@ from ..inference.sampling import SamplingOptions
 from ..sessions.options import RolloutSessionKeywords
 from .agent import Agent
 from .config import OnError, RolloutConfig
-from .dataset import Items, optional_prompt, session_arguments
-from .delivery import Delivery
-from .failures import FailurePolicy
+from .dataset import optional_prompt, session_arguments
 from .group import Group
-from .metrics import MetricsRecorder, RolloutMetrics
+from .metrics import RolloutMetrics
 from .runner import Runner
-from .sample_limit import SampleLimit
 from .state_file import load_state, save_state
 
 if TYPE_CHECKING:
@@ -173,6 +169,8 @@ def rollout(
         UsageError: an argument is wrong.
     """
     config = RolloutConfig(
+        agent=agent,
+        dataset=dataset,
         group_size=group_size,
         concurrency=concurrency,
         batch_size=batch_size,
@@ -192,7 +190,7 @@ def rollout(
         seed=seed,
         session=session,
     )
-    return Rollout(client, agent, dataset, config)
+    return Rollout(client, config)
 
 
 class Rollout:
@@ -202,30 +200,12 @@ class Rollout:
     the block is left early. Consumers that wait at the same time get their groups in order.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        agent: Agent,
-        dataset: Iterable[Any] | AsyncIterable[Any],
-        config: RolloutConfig,
-    ) -> None:
-        if not callable(agent):
-            raise UsageError(f"agent must be callable, got {agent!r}")
+    def __init__(self, client: Client, config: RolloutConfig) -> None:
         _check_pool(client, config)
         self.batch_size = config.batch_size
-        wake = asyncio.Event()
-        plan = self._plan = config.plan()
-        items = self._items = Items(dataset, config.state, wake.set)
-        limit = self._limit = SampleLimit(client, plan, config.concurrency, wake.set)
-        failures = FailurePolicy(config, limit)
-        self.errors = failures.errors
+        self._runner = Runner(client, config)
+        self.errors = self._runner.failures.errors
         """The latest exceptions of the agent, and errors for late agents."""
-        metrics = self._metrics = MetricsRecorder(plan, limit)
-        delivery = Delivery(client, config, plan, items, failures, metrics, wake.set)
-        self._delivery = delivery
-        self._runner = Runner(
-            client, agent, config, plan, items, limit, failures, metrics, delivery, wake
-        )
         self._entered = False
         self._closed = False
         self._looped = False
@@ -259,11 +239,11 @@ class Rollout:
     async def close(self) -> None:
         """Cancel running samples. Ready groups can no longer be taken. Safe to call again."""
         self._closed = True
-        self._delivery.close()
+        self._runner.delivery.close()
         try:
             await self._runner.stop()
         finally:
-            self._delivery.notify()
+            self._runner.delivery.notify()
 
     def __enter__(self) -> NoReturn:
         raise UsageError("use 'async with', or the rollout of a client from sglrl.blocking")
@@ -289,14 +269,14 @@ class Rollout:
     async def _groups(self) -> AsyncGenerator[Group, None]:
         self._looped = True
         async with self:
-            while found := await self.take(1):
-                yield found[0]
+            while groups := await self.take(1):
+                yield groups[0]
 
     async def __anext__(self) -> Group:
-        found = await self.take(1)
-        if not found:
+        groups = await self.take(1)
+        if not groups:
             raise StopAsyncIteration
-        return found[0]
+        return groups[0]
 
     async def batches(self) -> AsyncGenerator[list[Group], None]:
         """Yield lists of ``batch_size`` groups. The last list may be shorter.
@@ -333,7 +313,7 @@ class Rollout:
             raise UsageError(
                 "the run has not begun; use 'async with run' ('with run', of a blocking client)"
             )
-        return await self._delivery.take(n, timeout)
+        return await self._runner.delivery.take(n, timeout)
 
     # --- pause, state, metrics --------------------------------------------------------------------
 
@@ -362,7 +342,7 @@ class Rollout:
         A group counts as finished when it is taken. Running samples run again. The state also has
         the length and a fingerprint of the data set.
         """
-        return self._items.state_dict(self._plan.next_index, self._delivery.unfinished)
+        return self._runner.state_dict()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``state_dict()`` to a file, for ``rollout(..., state=path)`` in a later run.
@@ -378,12 +358,12 @@ class Rollout:
     @property
     def concurrency(self) -> int:
         """The current maximum of samples that run at a time."""
-        return self._limit.value
+        return self._runner.limit.value
 
     @property
     def metrics(self) -> RolloutMetrics:
         """A snapshot of the run's metrics."""
-        return self._metrics.snapshot()
+        return self._runner.metrics.snapshot()
 
 
 def _check_pool(client: Client, config: RolloutConfig) -> None:

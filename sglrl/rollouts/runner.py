@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..core import rollout_group as core
 from ..core.policy_versions import PolicyClock
-from ..core.rollout_plan import Plan
 from ..errors import Closed, DeadlineExceeded, UsageError, WorkerLost
 from ..sessions.trajectory import Trajectory
-from .agent import Agent
 from .agent_host import AgentHost, Done, End, Failed, GivenUp, Late, ProcessLost
 from .agent_tasks import AgentTasks
 from .blocked_loop import LoopWatch
@@ -37,34 +35,24 @@ if TYPE_CHECKING:
 class Runner:
     """Runs the samples of a plan until the plan is over, an error ends the run, or ``stop``.
 
-    Owns the host of the agents, the run's main task and the tasks beside it.
-
-    Args:
-        wake: set when a sample may be able to start.
+    Owns the host of the agents, the run's main task and the tasks beside it, and the parts that
+    share its plan.
     """
 
-    def __init__(
-        self,
-        client: Client,
-        agent: Agent,
-        config: RolloutConfig,
-        plan: Plan,
-        items: Items,
-        limit: SampleLimit,
-        failures: FailurePolicy,
-        metrics: MetricsRecorder,
-        delivery: Delivery,
-        wake: asyncio.Event,
-    ) -> None:
+    def __init__(self, client: Client, config: RolloutConfig) -> None:
         self._client = client
-        self._plan = plan
-        self._items = items
-        self._limit = limit
-        self._failures = failures
-        self._metrics = metrics
-        self._delivery = delivery
-        self._progress = RolloutProgress(items.total, config.progress)
-        self._wake = wake
+        self._wake = asyncio.Event()
+        """Set when a sample may be able to start."""
+        wake = self._wake.set
+        self.plan = config.plan()
+        self.items = Items(config.dataset, config.state, wake)
+        self.limit = SampleLimit(client, self.plan, config.concurrency, wake)
+        self.failures = FailurePolicy(config, self.limit)
+        self.metrics = MetricsRecorder(self.plan, self.limit)
+        self.delivery = Delivery(
+            client, config.keep, self.plan, self.metrics, self._check_end, on_taken=wake
+        )
+        self._progress = RolloutProgress(self.items.total, config.progress)
         self._tasks = TaskSet(self._break_off)
         self._main: asyncio.Task[None] | None = None
         self._watch: LoopWatch | None = None
@@ -72,24 +60,15 @@ class Runner:
         """An error that ends the run and did not come from the main task."""
         self._stopping = False
         """The run is ending with all its tasks, for another reason than the end of the data set."""
-        self._host: AgentHost
+        self.host: AgentHost
+        count_turns, on_end = self.metrics.count_turns, self._sample_ended
         if config.processes is None:
-            self._host = AgentTasks(
-                client, agent, config, self._tasks, metrics.count_turns, self._sample_ended
-            )
+            self.host = AgentTasks(client, config, self._tasks, count_turns, on_end)
         else:
             # Imported here because it imports sockets. Trajectories and their files need none.
             from .agent_processes import AgentProcesses
 
-            self._host = AgentProcesses(
-                client,
-                agent,
-                config,
-                config.processes,
-                metrics.count_turns,
-                self._sample_ended,
-                wake.set,
-            )
+            self.host = AgentProcesses(client, config, count_turns, on_end, on_room=wake)
 
     # --- start and end ----------------------------------------------------------------------------
 
@@ -105,19 +84,19 @@ class Runner:
             Exception: the agent cannot be made ready.
         """
         try:
-            await self._host.start()
+            await self.host.start()
             if self._stopping:
                 raise Closed("the run was closed while it started")
-            self._limit.begin()
+            self.limit.begin()
             weights = self._client.pool.weights
-            self._plan.clock = PolicyClock(self._client.policy_versions)
+            self.plan.clock = PolicyClock(self._client.policy_versions)
             weights.on_version.add(self._on_version)
-            self._metrics.begin()
+            self.metrics.begin()
             self._progress.begin()
-            self._watch = LoopWatch(lambda: self._plan.running > 0)
+            self._watch = LoopWatch(lambda: self.plan.running > 0)
             self._main = asyncio.create_task(self._run(), name="sglrl rollout")
         except BaseException:
-            await self._host.close()
+            await self.host.close()
             raise
 
     async def stop(self) -> None:
@@ -127,15 +106,15 @@ class Runner:
             if self._main is not None:
                 self._main.cancel()
                 self._client.pool.weights.on_version.discard(self._on_version)
-                self._limit.end()
+                self.limit.end()
                 # ``take`` has raised the task's exception, or no consumer needs it.
                 await asyncio.wait([self._main])
         finally:
-            await self._host.close()
+            await self.host.close()
             self._end_watch()
             if self._main is not None:
-                self._metrics.end()
-                self._progress.end(self._metrics.snapshot())
+                self.metrics.end()
+                self._progress.end(self.metrics.snapshot())
 
     def _end_watch(self) -> None:
         if self._watch is not None:
@@ -143,7 +122,7 @@ class Runner:
 
     async def pause(self, timeout: float | None) -> None:
         """See ``Rollout.pause``."""
-        host = self._host
+        host = self.host
         try:
             async with UnlessWeightsLost(self._client), asyncio.timeout(timeout):
                 paused = await host.pause()
@@ -154,7 +133,7 @@ class Runner:
             raise UsageError("the run was resumed before its turns had ended, so it is not paused")
 
     def resume(self) -> None:
-        self._host.resume()
+        self.host.resume()
         self._wake.set()
 
     async def _run(self) -> None:
@@ -163,23 +142,23 @@ class Runner:
                 await self._run_samples()
             except BaseException:
                 self._stopping = True
-                self._host.stop()
+                self.host.stop()
                 self._tasks.cancel_all()
                 raise
             finally:
                 await self._tasks.ended()
         except BaseException as failure:
-            self._delivery.fail(failure)
+            self.delivery.fail(failure)
             if isinstance(failure, asyncio.CancelledError):
                 raise
         finally:
             self._end_watch()
-            self._metrics.end()
-            self._failures.log_totals(self._plan)
-            self._delivery.notify()
+            self.metrics.end()
+            self.failures.log_totals(self.plan)
+            self.delivery.notify()
 
     async def _run_samples(self) -> None:
-        while not self._plan.over:
+        while not self.plan.over:
             self._wake.clear()
             self._fill()
             if self._broken is None:
@@ -193,6 +172,16 @@ class Runner:
         self._broken = self._broken or error
         self._wake.set()
 
+    def _check_end(self) -> None:
+        """Raise an error if the run has ended for another reason than the end of the data set."""
+        self.failures.check_end()
+        if self.items.error is not None:
+            raise self.items.error
+
+    def state_dict(self) -> dict[str, Any]:
+        """See ``Rollout.state_dict``."""
+        return self.items.state_dict(self.plan.next_index, self.delivery.unfinished)
+
     @property
     def _is_ending(self) -> bool:
         """Whether the whole run is ending, and not only one sample."""
@@ -202,9 +191,9 @@ class Runner:
 
     def _fill(self) -> None:
         """Start samples while the limit, the plan and the data set allow it."""
-        plan, items = self._plan, self._items
-        while not self._host.paused and plan.running < self._limit.value:
-            sample = plan.start(suspect=bool(plan.suspects) and self._host.room_for_suspect)
+        plan, items = self.plan, self.items
+        while not self.host.paused and plan.running < self.limit.value:
+            sample = plan.start(suspect=bool(plan.suspects) and self.host.room_for_suspect)
             if sample is not None:
                 self._start(sample)
                 continue
@@ -223,14 +212,14 @@ class Runner:
             plan.exhausted = True
             # Groups that were postponed may begin now.
             self._wake.set()
-            self._delivery.notify()
+            self.delivery.notify()
         if plan.over:
             self._wake.set()
-            self._delivery.notify()
+            self.delivery.notify()
 
     def _start(self, sample: core.Sample) -> None:
         try:
-            self._host.begin(sample, self._plan.clock.versions)
+            self.host.begin(sample, self.plan.clock.versions)
         except Exception as error:
             self._failed(sample, error)
 
@@ -247,7 +236,7 @@ class Runner:
                 case Failed(error, fatal):
                     self._failed(sample, error, fatal)
                 case Late(error):
-                    self._failures.count_late(error, sample)
+                    self.failures.count_late(error, sample)
                     self._lost(sample, "timeout")
                 case GivenUp(reason):
                     self._lost(sample, reason)
@@ -257,76 +246,76 @@ class Runner:
             self._break_off(error)
 
     def _done(self, sample: core.Sample, trajectory: Trajectory) -> None:
-        self._failures.count_success()
-        self._metrics.count_reward(trajectory.reward)
-        ready = self._plan.done(sample, trajectory, trajectory.oldest_versions)
+        self.failures.count_success()
+        self.metrics.count_reward(trajectory.reward)
+        ready = self.plan.done(sample, trajectory, trajectory.oldest_versions)
         self._settle(sample.group, ready)
 
     def _failed(self, sample: core.Sample, error: Exception, fatal: bool = False) -> None:
-        retry = self._failures.count_failure(error, sample, fatal=fatal or self._is_hopeless)
+        retry = self.failures.count_failure(error, sample, fatal=fatal or self._is_hopeless)
         self._lost(sample, "error", retry=retry, final=not retry)
 
     def _lost(
         self, sample: core.Sample, reason: str, *, retry: bool = False, final: bool = False
     ) -> None:
-        ready = self._plan.failed(sample, reason, retry=retry, final=final)
+        ready = self.plan.failed(sample, reason, retry=retry, final=final)
         self._settle(sample.group, ready)
 
     def _process_lost(self, sample: core.Sample, error: WorkerLost) -> None:
         if self._is_hopeless:
             self._failed(sample, error)
-        elif self._plan.interrupted(sample):
-            self._failures.record(error)
+        elif self.plan.interrupted(sample):
+            self.failures.record(error)
             self._changed()
         else:
             error.add_note(f"this sample has now lost its process {core.MAX_LOSSES + 1} times")
-            self._failures.count_failure(error, sample, fatal=False)
-            self._plan.condemned(sample, "error")
+            self.failures.count_failure(error, sample, fatal=False)
+            self.plan.condemned(sample, "error")
             self._settle(sample.group, None)
 
     @property
     def _is_hopeless(self) -> bool:
         """Whether no sample would get a turn, however the agent handles errors."""
-        return not self._client.is_alive or not self._host.alive
+        return not self._client.is_alive or not self.host.alive
 
     def _settle(self, group: core.Group, ready: core.Group | None) -> None:
         """Handle the end of a sample. The group has ended, too, if it is ``ready``."""
         if ready is not None:
-            self._delivery.arrived(ready)
+            self.delivery.arrived(ready)
         if group.state is not core.RUNNING:
-            self._host.forget(group)
+            self.host.forget(group)
             if group.state in (core.DROPPED, core.POSTPONED):
                 self._give_up(group.samples)
         self._changed()
 
     def _changed(self) -> None:
         self._log_too_slow()
-        self._progress.show(self._metrics.snapshot)
+        self._progress.show(self.metrics.snapshot)
         self._wake.set()
 
     def _on_version(self) -> None:
-        plan = self._plan
+        plan = self.plan
         live = list(plan.live)
         plan.advance(self._client.policy_versions)
         for group in live:
             if group not in plan.live:
                 # The group was dropped or postponed.
-                self._host.forget(group)
+                self.host.forget(group)
             if plan.max_staleness is not None:
                 self._give_up(group.samples)
         self._log_too_slow()
         self._wake.set()
-        self._delivery.notify()
+        self.delivery.notify()
 
     def _log_too_slow(self) -> None:
-        while self._plan.too_slow:
-            self._failures.log_too_slow(self._plan.too_slow.popleft(), self._plan)
+        while self.plan.too_slow:
+            self.failures.log_too_slow(self.plan.too_slow.popleft(), self.plan)
 
     def _give_up(self, samples: Iterable[core.Sample]) -> None:
         """Cancel the running samples that are no longer useful."""
         for sample in samples:
-            if sample.state is core.RUNNING and self._plan.is_stale(
-                sample, self._host.oldest_versions(sample)
+            if sample.state is core.RUNNING and self.plan.is_stale(
+                sample, self.host.oldest_versions(sample)
             ):
                 alive = sample.group.state is core.RUNNING
-                self._host.give_up(sample, core.STALE if alive else core.GIVEN_UP)
+                self.host.give_up(sample, core.STALE if alive else core.GIVEN_UP)

@@ -53,7 +53,7 @@ async def test_retries_are_a_budget_of_each_sample(
     assert max(agent.attempts.values()) <= 3
     assert run.metrics.groups_dropped == 299
     said = lines(caplog)
-    failed = run._runner._failures.failed
+    failed = run._runner.failures.failed
     assert len(said) == 1 + len(str(failed)) - 1 + 2, "once, at powers of ten, and at the end"
     assert "failed: LookupError: the environment broke" in said[0]
     assert caplog.records[0].exc_info, "the first one with its traceback"

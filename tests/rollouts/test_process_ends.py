@@ -120,13 +120,13 @@ async def test_a_close_that_is_cancelled_twice_ends_the_processes(client: sglrl.
         run = sglrl.rollout(client, nested_agent(), SOME_ITEMS, processes=1)
         task = asyncio.ensure_future(work(run))
         await until(lambda run=run: run.metrics.samples_done)  # type: ignore[misc]
-        pids += [worker.pid for worker in run._runner._host._handle.workers]
+        pids += [worker.pid for worker in run._runner.host._handle.workers]
         task.cancel()
         for _ in range(turns):
             await asyncio.sleep(0)
         task.cancel()
         await asyncio.wait([task])
-        assert run._runner._host.driver.fabric.closed
+        assert run._runner.host.driver.fabric.closed
     # Nobody waits for a process whose close was cancelled, but the fork server kills it.
     assert not wait_for_end(pids, 30)
 

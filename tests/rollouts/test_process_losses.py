@@ -142,7 +142,7 @@ async def test_a_process_that_is_cut_off_is_replaced(client: sglrl.Client, tmp_p
         server._forget(first)
         (tmp_path / "go").touch()
         assert len(await run.take(24)) == 24
-        await run._runner._host._handle.wait_until_full(20)
+        await run._runner.host._handle.wait_until_full(20)
     assert run.metrics.samples_lost == {}
     assert run.metrics.samples_retried >= 1
     assert any("lost its connection to the pool" in str(error) for error in run.errors)

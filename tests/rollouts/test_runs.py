@@ -208,8 +208,8 @@ async def test_an_error_of_keep_is_no_decision(client: sglrl.Client) -> None:
     )
     async with run:
         await is_ready.wait()
-        (group,) = run._plan.ready
-        run._plan._lose(group.samples[0], "stale")
+        (group,) = run._runner.plan.ready
+        run._runner.plan._lose(group.samples[0], "stale")
         with pytest.raises(ValueError, match="once"):
             await run.take()
         assert await run.take() == []
