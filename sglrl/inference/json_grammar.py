@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 from ..errors import InvalidRequest
-from .ebnf import one_of, quoted, times
 from .number_grammar import INTEGER, NUMBER, Range, decimals, integers, range_of
 from .pattern_grammar import (
     ALL,
@@ -24,9 +23,12 @@ from .pattern_grammar import (
     class_expression,
     complement,
     intersection,
+    one_of,
     pattern_expression,
     pattern_width,
+    quoted,
     simple_pattern,
+    times,
 )
 from .schema_forms import Form, Forms, is_closed, reject
 from .schema_values import TYPES, valid

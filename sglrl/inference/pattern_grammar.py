@@ -1,4 +1,4 @@
-"""The texts that a JSON schema's ``pattern`` matches, as an expression of XGrammar's EBNF.
+"""Expressions of XGrammar's EBNF: texts, and what a JSON schema's ``pattern`` matches.
 
 XGrammar copies a pattern between the quotes of a JSON string, so that quotes, backslashes and
 control characters break the JSON. Here each character is written as JSON requires. Where the
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from re import _constants as op  # type: ignore[attr-defined]
 from re import _parser  # type: ignore[attr-defined]
@@ -139,8 +139,7 @@ class _Pattern:
             return _any(self._items(branch) for branch in value[1])
         if code in _REPEATS:
             low, high, body = value
-            most = "" if high is op.MAXREPEAT else int(high)
-            return f"({self._items(body)}){{{int(low)},{most}}}"
+            return f"({self._items(body)}){times(low, None if high is op.MAXREPEAT else high)}"
         raise UnsupportedPattern(f"{str(code).lower()!r} is not supported within a pattern")
 
 
@@ -261,6 +260,28 @@ def _aligned(low: int, high: int) -> Iterator[tuple[int, int]]:
                 yield from _aligned(high & ~mask, high)
                 return
     yield low, high
+
+
+def quoted(text: str) -> str:
+    """Return the expression of a text."""
+    written = "".join(
+        f"\\{char}" if char in '"\\' else char if " " <= char <= "~" else _escaped(ord(char))
+        for char in text
+    )
+    return f'"{written}"'
+
+
+def times(low: int, high: int | None) -> str:
+    """Return the suffix of an expression that is repeated. None: any number of times."""
+    return "*" if (low, high) == (0, None) else f"{{{low},{'' if high is None else high}}}"
+
+
+def one_of(parts: Iterable[str]) -> str | None:
+    """Return the expression of one of several expressions. None: there are none."""
+    different = list(dict.fromkeys(parts))
+    if not different:
+        return None
+    return different[0] if len(different) == 1 else "(" + " | ".join(different) + ")"
 
 
 def _escaped(code: int) -> str:

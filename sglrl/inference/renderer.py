@@ -21,10 +21,9 @@ from ..config import install
 from ..errors import InvalidRequest
 from .call_arguments import is_finite, parameters_of, texts_only, tool_name, with_arguments
 from .call_style import CallStyle, call_style
-from .chat_templates import PROBES, TOOL, render_conversation, template_text
+from .chat_templates import PROBES, TOOL, read_arguments, render_conversation, template_text
 from .message import AssistantMessage, ToolCall
 from .prompts import Message
-from .template_variables import read_arguments
 from .tokens import TokenizerBox
 from .tool_schemas import schemas
 

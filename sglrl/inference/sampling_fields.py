@@ -17,7 +17,7 @@ import msgspec
 import numpy as np
 
 from ..errors import InvalidRequest
-from .grammar_checks import check_grammar
+from .engine_grammar import check_grammar
 from .logit_processors import check_processor
 from .number_checks import check_integer, check_number, check_token_ids
 from .tokens import check_text

@@ -8,16 +8,18 @@ trainer's weights to the engines if they have changed, and then samples.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, Self
+
+import torch
 
 from ..errors import RolloutFailed, UsageError
 from ..inference.completion import Completion
 from ..launching.blocking import BlockingClient, blocking
 from ..rollouts.agent import Agent
 from ..sessions.trajectory import Trajectory
-from .merged_adapters import merged_adapters
 
 __all__ = ["SGLangRollouts", "agent_reward"]
 
@@ -168,7 +170,7 @@ class SGLangRollouts:
             model = accelerator.get_state_dict(trainer.model_wrapped)
         if accelerator.is_main_process:
             if hasattr(model, "peft_config"):
-                with merged_adapters(model) as weights:
+                with _merged_adapters(model) as weights:
                     self.client.update_weights(weights, **self._update)
             else:
                 self.client.update_weights(model, **self._update)
@@ -283,3 +285,42 @@ def _of_trajectories(made: Sequence[Trajectory]) -> dict[str, list[Any]]:
         "policy_versions": [t.oldest_version for t in made],
         "agent_rewards": [t.reward for t in made],
     }
+
+
+@contextmanager
+def _merged_adapters(model: Any) -> Iterator[dict[str, torch.Tensor]]:
+    """Merge the active adapters of a ``PeftModel``, and restore its weights at the end.
+
+    PEFT unmerges by subtraction, which rounds. A copy of the adapted weights is kept instead, so
+    the weights are exactly the same afterwards.
+
+    Yields:
+        The tensors of the base model, by name. They share the memory of ``model``.
+    """
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
+    kept = [
+        (parameter, parameter.detach().clone())
+        for layer in layers
+        for parameter in layer.get_base_layer().parameters()
+    ]
+    model.merge_adapter()
+    try:
+        yield _base_weights(model, {name for layer in layers for name in layer.adapter_layer_names})
+    finally:
+        model.unmerge_adapter()
+        for parameter, before in kept:
+            parameter.data.copy_(before)
+
+
+def _base_weights(model: Any, adapter_names: set[str]) -> dict[str, torch.Tensor]:
+    """Return the base model's tensors without the parts that PEFT adds to their names."""
+    tensors = {}
+    for name, tensor in model.get_base_model().state_dict().items():
+        # modules_to_save has trained copies of whole modules beside the original ones.
+        name = name.replace(f".modules_to_save.{model.active_adapter}", "")
+        is_other_copy = ".original_module." in name or ".modules_to_save." in name
+        if not is_other_copy and adapter_names.isdisjoint(name.split(".")):
+            tensors[name.replace(".base_layer", "")] = tensor
+    return tensors

@@ -35,8 +35,7 @@ from .session_spec import SessionSpec
 from .shared import Shared
 from .tools import OnError, Tool, run_tools
 from .trajectory import Trajectory
-from .turn_sampler import TurnSampler
-from .turn_seeds import TurnSeeds
+from .turn_sampler import TurnSampler, TurnSeeds
 
 
 class Session:

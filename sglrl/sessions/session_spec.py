@@ -24,11 +24,10 @@ from ..inference.renderer import Renderer, find_renderer, fitting_renderer
 from ..inference.requests import Requests
 from ..inference.sampling import own_names
 from ..inference.sampling_cache import Prepared
-from ..inference.single_call import stop_after_call
 from ..inference.tokens import TokenIds, check_ids
 from ..inference.tool_choice import ToolChoice
 from ..inference.tool_schemas import schemas
-from ..inference.turn_grammar import turn_grammar
+from ..inference.turn_grammar import stop_after_call, turn_grammar
 from .options import SessionKeywords, SessionOptions, turn_values
 
 _PROMPTS: Final = ("prompt", "messages", "input_ids")

@@ -26,9 +26,10 @@ from .arrays import (
     is_consistent,
     joined_loras,
     joined_masks,
+    oldest_of_leaves,
+    oldest_of_turns,
     read_only,
 )
-from .oldest import oldest_of_leaves, oldest_of_turns
 from .record import Record, record_of_rows, rows_of
 from .rewards import Reward, number
 from .tensors import Layout, stack

@@ -19,7 +19,7 @@ from torchrl.modules.llm.policies import ChatHistory, Masks, Text, Tokens, Trans
 
 import sglrl
 from sglrl.integrations.torchrl import AsyncSGLang, SGLangWrapper
-from sglrl.integrations.torchrl.unpad import unpad
+from sglrl.integrations.torchrl.inputs import unpad
 
 pytestmark = [
     # This warning comes from TorchRL itself.

@@ -10,8 +10,8 @@ import pytest
 import sglrl
 from sglrl.errors import InvalidRequest
 from sglrl.inference.renderer import Renderer, find_renderer
-from sglrl.inference.single_call import end_of_call
 from sglrl.inference.tokens import TokenizerBox
+from sglrl.inference.turn_grammar import end_of_call
 
 from .families import FAMILIES, family_tokenizer
 from .test_tool_choice import TOOLS

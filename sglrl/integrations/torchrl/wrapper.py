@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import os
 import threading
@@ -17,7 +18,7 @@ from tensordict import TensorDictBase, lazy_stack
 from torchrl.modules.llm.policies.common import LLMWrapperBase
 
 from ...errors import InvalidRequest
-from .distributions import with_logits
+from ...launching.blocking import BlockingClient
 from .generate_kwargs import override, split
 from .inputs import InputReader
 from .rows import Keys, Sample, make_rows
@@ -263,7 +264,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         inputs = list(flat.unbind(0))
         samples = self._generate(inputs, kwargs) if self.generate else self._score(inputs)
         if logits_only and not self.generate:
-            samples = with_logits(self.client, samples)
+            samples = _with_logits(self.client, samples)
         keys = Keys(
             text=self.text_key if self.return_text else None,
             tokens=self.tokens_key,
@@ -404,3 +405,35 @@ def _service(model: Any) -> Any:
             f"an address, or a model's name or folder, got {type(model).__name__}"
         )
     return model
+
+
+def _with_logits(client: BlockingClient, samples: Sequence[Sample]) -> list[Sample]:
+    """Add logits to scored samples, with one query per token.
+
+    The scored tokens are in the prefix cache, so each query computes a single position.
+    """
+    prefixes = [s.ids[:i].numpy() for s in samples for i in range(1, len(s.ids))]
+    logprobs = iter(client.wait(_distributions(client.source, prefixes)))
+    full = []
+    for sample in samples:
+        logits = torch.zeros(len(sample.ids), client.info.vocab_size)
+        for row in logits[1:]:
+            row.copy_(torch.from_numpy(next(logprobs).copy()))
+        full.append(sample._replace(logits=logits))
+    return full
+
+
+async def _distributions(client: Any, prefixes: Sequence[Any]) -> list[Any]:
+    """Return float32 [vocabulary] for each prefix: the log-probs of the next token."""
+    some = asyncio.Semaphore(256)
+
+    async def one(ids: Any) -> Any:
+        async with some:
+            return (await client.next_token_logprobs(ids)).logprobs
+
+    tasks = [asyncio.ensure_future(one(ids)) for ids in prefixes]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        for task in tasks:
+            task.cancel()
