@@ -11,7 +11,7 @@ A call takes these steps:
 from __future__ import annotations
 
 import os
-from collections.abc import Awaitable, Callable, Generator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, Literal, Self, Unpack, overload
 
 from ..control.adapters import LoraMethods
@@ -26,14 +26,12 @@ from ..driver.port import PoolPort
 from ..driver.worker_info import describe
 from ..errors import InvalidRequest
 from ..inference.completion import Completion
-from ..inference.completion_parser import CompletionParser, completion_parser
-from ..inference.options import GenerateOptions, MessageOptions
-from ..inference.prompts import Message, as_messages, check_given_ids, template_arguments
+from ..inference.completion_parser import CompletionParser, encode_call
+from ..inference.options import GenerateOptions, MessageOptions, RenderOptions
+from ..inference.prompts import Message, check_given_ids
 from ..inference.requests import Requests
-from ..inference.sampling import SamplingOptions, SamplingParams
 from ..inference.stream import Stream
 from ..inference.tokens import TokenIds, TokenizerBox, check_ids
-from ..inference.tool_choice import ToolChoice
 from ..sessions.options import SessionKeywords, SessionOptions
 from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
@@ -227,22 +225,8 @@ class Client(
         *,
         input_ids: TokenIds | Sequence[TokenIds] | None = None,
         messages: Sequence[Message] | Sequence[Sequence[Message]] | None = None,
-        tools: Sequence[Any] | None = None,
-        template: Mapping[str, Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        renderer: str | None = None,
-        tool_choice: ToolChoice = "auto",
         n: int = 1,
-        logprobs: bool = False,
-        top_logprobs: int = 0,
-        session: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        worker: int | None = None,
-        lora: str | None = None,
-        sampling: SamplingParams | None = None,
-        **values: Any,
+        **options: Unpack[MessageOptions],
     ) -> Any:
         """Sample continuations of one prompt or of several.
 
@@ -254,6 +238,12 @@ class Client(
             messages: a conversation, rendered with the model's chat template. The content of a
                 message is text or a list of OpenAI's text parts, which are joined without a
                 separator. Any other part (an image, audio, ...) raises ``InvalidRequest``.
+            n: samples per prompt. They share the prompt's prefix cache on one worker. Either all
+                samples of all prompts are submitted at once, or none. The limit is the number of
+                calls in the workers' windows plus ``max_queue``, the calls that may wait at the
+                driver. More samples raise ``InvalidRequest``.
+
+        Keyword Args:
             tools: descriptions of tools, for the chat template: JSON schemas as in OpenAI's API, or
                 Python functions with type hints and docstrings.
             template, chat_template_kwargs: arguments for the template (``enable_thinking``, ...).
@@ -262,10 +252,6 @@ class Client(
             renderer: parses ``Completion.message``, as in ``session``. None: one that fits, if
                 there are ``tools``, or a grammar for ``messages``.
             tool_choice: as in ``session``.
-            n: samples per prompt. They share the prompt's prefix cache on one worker. Either all
-                samples of all prompts are submitted at once, or none. The limit is the number of
-                calls in the workers' windows plus ``max_queue``, the calls that may wait at the
-                driver. More samples raise ``InvalidRequest``.
             logprobs: return the logprob of every output token. See ``Completion.logprobs``.
             top_logprobs: also return this many most likely tokens at each position.
             session: turns with the same name go to the worker that holds their prefix.
@@ -274,9 +260,9 @@ class Client(
                 request. None: the client's timeout.
             worker: use only this worker.
             lora: the name of an adapter, see ``load_lora``.
-            sampling: a ``SamplingParams``. The keyword arguments below override its fields.
-            **values: the fields of ``SamplingParams`` (``max_new_tokens``, ``temperature``, ...).
-                The names of vLLM and OpenAI (``max_tokens``, ...) are accepted too.
+            sampling: a ``SamplingParams``. Other keyword arguments override its fields.
+            Others: the fields of ``SamplingParams`` (``max_new_tokens``, ``temperature``, ...). The
+                names of vLLM and OpenAI (``max_tokens``, ...) are accepted too.
 
         Returns:
             For one prompt: a ``Completion``, or a list of ``n`` if ``n > 1``. For a list of
@@ -288,29 +274,18 @@ class Client(
             Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: see ``sglrl.errors``.
         """
         requests = self.requests
-        options = requests.options(logprobs, top_logprobs, session, priority, timeout, worker, lora)
-        prepared = requests.samplings.prepare(sampling, values)
+        call_options, message, prepared = requests.read(options)
         if type(n) is not int or n < 1:
             raise InvalidRequest(f"n must be an integer of at least 1, got {n!r}")
         if n > 1:
             # Check before the prompts are encoded, because encoding may take long.
-            requests.check_count(n, 1, options.worker)
+            requests.check_count(n, 1, call_options.worker)
         prompts: Sequence[bytes]
         parser: CompletionParser | None = None
-        limited = messages is not None and prepared.params.grammars
-        reads = tools or renderer is not None or tool_choice != "auto" or limited
-        renders = reads or template or chat_template_kwargs or continue_final_message
-        if prompt is not None or messages is not None or input_ids is None or renders:
-            prompt, messages = as_messages(prompt, messages)
-            rendering = template_arguments(
-                messages, tools, template, chat_template_kwargs, continue_final_message
+        if prompt is not None or messages is not None or input_ids is None or message:
+            several, prompts, prepared, parser = await encode_call(
+                requests, prompt, input_ids, messages, RenderOptions(**message), prepared
             )
-            several, prompts = await requests.encode_prompts(prompt, input_ids, messages, rendering)
-            if reads:
-                parser = await completion_parser(
-                    renderer, tool_choice, requests.box, rendering, messages, prompts
-                )
-                prepared = await parser.prepare(requests.samplings, prepared, prompts)
         elif type(input_ids) is list and input_ids and type(input_ids[0]) is int:
             several, prompts = False, (check_ids(input_ids, requests.vocab_size),)
         else:
@@ -318,10 +293,10 @@ class Client(
         if n == 1 and len(prompts) == 1:
             (ids,) = prompts  # Almost every call takes this path, so it makes no lists.
             max_new = requests.max_new_tokens(prepared, len(ids) // 4)
-            route = Route(ids, requests.version(options.lora), options.session)
-            call, future = requests.sample(ids, prepared, max_new, options, route)
+            route = Route(ids, requests.version(call_options.lora), call_options.session)
+            call, future = requests.sample(ids, prepared, max_new, call_options, route)
             # While the call waits, keep one copy of the prompt: the bytes.
-            del prompt, input_ids, messages, prompts, values
+            del prompt, input_ids, messages, prompts, options, message
             try:
                 completion = await future
             except BaseException:
@@ -331,7 +306,7 @@ class Client(
             if parser is not None:
                 await parser.parse([completion])
             return [completion] if several else completion
-        calls, futures = requests.samples(prompts, n, prepared, options)
+        calls, futures = requests.samples(prompts, n, prepared, call_options)
         made = await requests.driver.submit_all(calls, futures)
         if parser is not None:
             await parser.parse(made)
@@ -344,37 +319,14 @@ class Client(
         *,
         input_ids: TokenIds | None = None,
         messages: Sequence[Message] | None = None,
-        tools: Sequence[Any] | None = None,
-        template: Mapping[str, Any] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        continue_final_message: bool = False,
-        logprobs: bool = False,
-        session: str | None = None,
-        priority: int = 0,
-        timeout: float | None = None,
-        worker: int | None = None,
-        lora: str | None = None,
-        sampling: SamplingParams | None = None,
-        **values: Unpack[SamplingOptions],
+        **options: Unpack[MessageOptions],
     ) -> Stream:
         """Stream the tokens of one prompt: ``async for chunk in client.stream(...)``.
 
         The arguments and the errors are those of ``generate``. Errors are raised when the iteration
         begins. The joined ids, logprobs and texts of the chunks equal those of ``generate``.
         """
-        prompt, messages = as_messages(prompt, messages)
-        return Stream(
-            lambda: self.requests,
-            prompt=prompt,
-            input_ids=input_ids,
-            messages=messages,
-            template=template_arguments(
-                messages, tools, template, chat_template_kwargs, continue_final_message
-            ),
-            options=(logprobs, 0, session, priority, timeout, worker, lora),
-            sampling=sampling,
-            values=dict(values),
-        )
+        return Stream(lambda: self.requests, prompt, input_ids, messages, options)
 
     def session(
         self,

@@ -14,7 +14,8 @@ import numpy as np
 from ..client.client import Client
 from ..driver.threads import in_thread
 from ..errors import InvalidRequest
-from ..inference.prompts import load_tokenizer, template_arguments
+from ..inference.options import RenderOptions
+from ..inference.prompts import load_tokenizer
 from ..inference.tokens import check_ids
 from .accepted_fields import TOKENIZE_FIELDS
 from .dialect import Message, decode_body
@@ -49,13 +50,12 @@ class TokenizeRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     def template(self) -> dict[str, Any]:
         """Return the arguments of the chat template."""
-        arguments = template_arguments(
-            self.messages,
-            self.tools or None,
-            None,
-            self.chat_template_kwargs,
-            bool(self.continue_final_message),
+        options = RenderOptions(
+            tools=self.tools or None,
+            chat_template_kwargs=self.chat_template_kwargs,
+            continue_final_message=bool(self.continue_final_message),
         )
+        arguments = options.template_arguments(self.messages)
         if self.add_generation_prompt is False:
             arguments["add_generation_prompt"] = False
         return arguments

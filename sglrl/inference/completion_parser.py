@@ -1,17 +1,19 @@
-"""Parse the completions of single calls, and prepare the grammar of their turns."""
+"""Encode the prompts of single calls, and parse their completions."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..driver.threads import in_thread
 from ..errors import InvalidRequest
 from .completion import Completion
-from .prompts import check_messages
+from .options import RenderOptions
+from .prompts import as_messages, check_messages
 from .renderer import Renderer, find_renderer, fitting_renderer
+from .requests import Requests
 from .sampling_cache import Prepared, SamplingCache
 from .tokens import TokenizerBox
 from .tool_choice import ToolChoice
@@ -59,10 +61,55 @@ class CompletionParser:
                 completion.__dict__["message"] = renderer.parse(*ids, index)
 
 
-async def completion_parser(
-    name: str | None,
-    tool_choice: ToolChoice,
+class EncodedPrompts(NamedTuple):
+    """The prompts of one call of ``Client.generate`` or ``Client.stream``.
+
+    Attributes:
+        several: a list of prompts was given.
+        prompts: the ids of each prompt, int32.
+        prepared: the sampling values, with the grammar of whole turns.
+        parser: parses the completions. None: they are not parsed.
+    """
+
+    several: bool
+    prompts: list[bytes]
+    prepared: Prepared
+    parser: CompletionParser | None
+
+
+async def encode_call(
+    requests: Requests,
+    prompt: Any,
+    input_ids: Any,
+    messages: Any,
+    options: RenderOptions,
+    prepared: Prepared,
+) -> EncodedPrompts:
+    """Encode the prompts of a call.
+
+    Args:
+        prompt: text or messages, one prompt or a list.
+
+    Raises:
+        InvalidRequest: a prompt or an option is wrong.
+    """
+    prompt, messages = as_messages(prompt, messages)
+    arguments = options.template_arguments(messages)
+    several, prompts = await requests.encode_prompts(prompt, input_ids, messages, arguments)
+    asked = options.tools or options.renderer is not None or options.tool_choice != "auto"
+    if not asked and (messages is None or not prepared.params.grammars):
+        return EncodedPrompts(several, prompts, prepared, None)
+    if messages is None:
+        given = "renderer" if options.tool_choice == "auto" else "tool_choice"
+        raise InvalidRequest(f"{given} is for messages, and none are given")
+    parser = await _completion_parser(requests.box, options, arguments, messages, prompts)
+    prepared = await parser.prepare(requests.samplings, prepared, prompts)
+    return EncodedPrompts(several, prompts, prepared, parser)
+
+
+async def _completion_parser(
     box: TokenizerBox,
+    options: RenderOptions,
     template: Mapping[str, Any],
     messages: Any,
     prompts: Sequence[bytes],
@@ -70,17 +117,14 @@ async def completion_parser(
     """Return the parser of completions.
 
     Args:
-        name: of the renderer, as for ``find_renderer``.
         messages: one conversation, or a list, as for ``Client.generate``.
         prompts: the encoded conversations, int32 bytes.
 
     Raises:
-        InvalidRequest: there are no messages, or as ``fitting_renderer``.
+        InvalidRequest: as ``fitting_renderer``.
     """
-    if messages is None:
-        given = "renderer" if tool_choice == "auto" else "tool_choice"
-        raise InvalidRequest(f"{given} is for messages, and none are given")
     _, conversations = check_messages(messages)
+    name = options.renderer
 
     def find() -> list[Renderer | None]:
         if template.get("continue_final_message"):
@@ -92,5 +136,5 @@ async def completion_parser(
         ]
 
     renderers = await in_thread(find)
-    asked = bool(template.get("tools")) or name is not None or tool_choice != "auto"
-    return CompletionParser(renderers, tool_choice, asked)
+    asked = bool(template.get("tools")) or name is not None or options.tool_choice != "auto"
+    return CompletionParser(renderers, options.tool_choice, asked)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Final, TypedDict
 
 import msgspec
 
+from ..errors import InvalidRequest
 from .sampling import SamplingOptions, SamplingParams
 from .tool_choice import ToolChoice
+from .tool_schemas import checked_tools
 
 
 class MessageKeywords(TypedDict, total=False):
@@ -20,6 +22,37 @@ class MessageKeywords(TypedDict, total=False):
     continue_final_message: bool
     renderer: str | None
     tool_choice: ToolChoice
+
+
+class RenderOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How messages become tokens, and tokens messages: the struct of ``MessageKeywords``."""
+
+    tools: Sequence[Any] | None = None
+    template: Mapping[str, Any] | None = None
+    chat_template_kwargs: Mapping[str, Any] | None = None
+    continue_final_message: bool = False
+    renderer: str | None = None
+    tool_choice: ToolChoice = "auto"
+
+    def template_arguments(self, messages: Any) -> dict[str, Any]:
+        """Return the arguments of the chat template. See ``Client.generate``.
+
+        Args:
+            messages: None: there are none to render.
+
+        Raises:
+            InvalidRequest: an argument is wrong, or there are no messages to render.
+        """
+        if self.template and self.chat_template_kwargs:
+            raise InvalidRequest("template and chat_template_kwargs are the same: give one of them")
+        arguments = {**(self.template or self.chat_template_kwargs or {})}
+        if self.tools is not None:
+            arguments["tools"] = checked_tools(self.tools)
+        if self.continue_final_message:
+            arguments["continue_final_message"] = True
+        if arguments and messages is None:
+            raise InvalidRequest(f"{next(reversed(arguments))} is for messages, and none are given")
+        return arguments
 
 
 class CallKeywords(TypedDict, total=False):
@@ -62,4 +95,9 @@ class GenerateOptions(SamplingOptions, CallKeywords, total=False):
 
 
 class MessageOptions(GenerateOptions, MessageKeywords, total=False):
-    """The keyword arguments of ``Client.generate`` for messages."""
+    """The keyword arguments of ``Client.generate`` for messages, and of ``Client.stream``."""
+
+
+CALL: Final = frozenset((*CallKeywords.__annotations__, "logprobs", "top_logprobs", "session"))
+"""The arguments of ``Requests.options``."""
+MESSAGE: Final = frozenset(MessageKeywords.__annotations__)

@@ -15,7 +15,6 @@ from ..driver.threads import from_thread, in_thread
 from ..errors import InvalidRequest
 from .slow_stage import shown_if_slow
 from .tokens import TokenizerBox, check_ids
-from .tool_schemas import checked_tools
 
 Message = Mapping[str, Any]
 
@@ -105,30 +104,6 @@ async def load_tokenizer(box: TokenizerBox) -> None:
         error = await from_thread(box.load_in_thread)
     if error is not None:
         raise error
-
-
-def template_arguments(
-    messages: Any,
-    tools: Sequence[Any] | None,
-    template: Mapping[str, Any] | None,
-    chat_template_kwargs: Mapping[str, Any] | None,
-    continue_final_message: bool,
-) -> dict[str, Any]:
-    """Return the arguments of the chat template. See ``Client.generate``.
-
-    Raises:
-        InvalidRequest: an argument is wrong, or there are no messages to render.
-    """
-    if template and chat_template_kwargs:
-        raise InvalidRequest("template and chat_template_kwargs are the same: give one of them")
-    found = {**(template or chat_template_kwargs or {})}
-    if tools is not None:
-        found["tools"] = checked_tools(tools)
-    if continue_final_message:
-        found["continue_final_message"] = True
-    if found and messages is None:
-        raise InvalidRequest(f"{next(reversed(found))} is for messages, and none are given")
-    return found
 
 
 def check_given_ids(input_ids: Any, vocab_size: int) -> tuple[bool, list[bytes]]:

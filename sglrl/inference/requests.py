@@ -22,7 +22,7 @@ from ..wire.codec import encode
 from ..wire.engine import EngineInfo, GenerateArgs, NextTokenArgs, ScoreArgs
 from .completion import Completion, Decode, NextTokenLogprobs
 from .number_checks import max_top_logprobs
-from .options import CallOptions
+from .options import CALL, MESSAGE, CallOptions
 from .prompts import encode_prompts
 from .replies import ChunkReply, GenerationReply, NextTokenReply, OnChunk, ScoreReply
 from .routed_experts import RoutedRows
@@ -105,6 +105,23 @@ class Requests:
         name = "" if lora is None else self.adapters.check(lora)
         wanted = logprobs or top_logprobs > 0
         return CallOptions(wanted, top_logprobs, session, deadline, priority, worker, name)
+
+    def read(self, options: Mapping[str, Any]) -> tuple[CallOptions, dict[str, Any], Prepared]:
+        """Check the keyword arguments of ``Client.generate``, except those of the messages.
+
+        Returns:
+            The options of the call, the arguments of ``RenderOptions``, and the sampling values.
+
+        Raises:
+            UsageError: a value is wrong. ``InvalidRequest``: a sampling value is wrong.
+        """
+        call: dict[str, Any] = {}
+        message: dict[str, Any] = {}
+        values: dict[str, Any] = {}
+        for name, value in options.items():
+            (call if name in CALL else message if name in MESSAGE else values)[name] = value
+        checked = self.options(**call)
+        return checked, message, self.samplings.prepare(values.pop("sampling", None), values)
 
     def check_top(self, top_logprobs: Any) -> None:
         """Raise ``InvalidRequest`` unless ``top_logprobs`` is an allowed number of tokens."""

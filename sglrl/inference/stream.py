@@ -11,7 +11,8 @@ from ..errors import Closed, InvalidRequest, SglrlError, UsageError
 from ..wire.calls import ItemKind
 from .chunk import Chunk, StreamText
 from .completion import Completion
-from .completion_parser import completion_parser
+from .completion_parser import encode_call
+from .options import RenderOptions
 from .requests import Requests
 
 
@@ -22,8 +23,15 @@ class Stream:
     is garbage-collected, or at once with ``await stream.aclose()``.
     """
 
-    def __init__(self, started: Callable[[], Requests], **arguments: Any) -> None:
-        self._iterator = self._chunks(started, **arguments)
+    def __init__(
+        self,
+        started: Callable[[], Requests],
+        prompt: Any,
+        input_ids: Any,
+        messages: Any,
+        options: Mapping[str, Any],
+    ) -> None:
+        self._iterator = self._chunks(started, prompt, input_ids, messages, options)
         self._completion: Completion | None = None
 
     @property
@@ -51,32 +59,25 @@ class Stream:
     async def _chunks(
         self,
         started: Callable[[], Requests],
-        *,
         prompt: Any,
         input_ids: Any,
         messages: Any,
-        template: Mapping[str, Any] | None,
-        options: tuple[Any, ...],
-        sampling: Any,
-        values: dict[str, Any],
+        options: Mapping[str, Any],
     ) -> AsyncGenerator[Chunk, None]:
         """Check the arguments, submit the call and yield its chunks.
 
         This is a generator, so it does nothing before the first chunk is requested.
 
         Args:
-            options: the arguments of ``Requests.options``.
+            options: ``MessageOptions``.
         """
         requests = started()
-        checked = requests.options(*options)
-        prepared = requests.samplings.prepare(sampling, values)
-        several, prompts = await requests.encode_prompts(prompt, input_ids, messages, template)
+        checked, message, prepared = requests.read(options)
+        several, prompts, prepared, parser = await encode_call(
+            requests, prompt, input_ids, messages, RenderOptions(**message), prepared
+        )
         if several:
             raise InvalidRequest("stream takes one prompt; use generate for a list")
-        if messages is not None and prepared.params.grammars:
-            given = None, "auto", requests.box, template or {}, messages, prompts
-            parser = await completion_parser(*given)
-            prepared = await parser.prepare(requests.samplings, prepared, prompts)
         call, reply = requests.stream_call(prompts[0], prepared, checked)
         texts = StreamText(requests.decode, prepared.params)
         requests.driver.submit(call)
@@ -86,7 +87,10 @@ class Stream:
                     items, reply.items = reply.items, []
                     for chunk in items:
                         if chunk.finish:
-                            self._completion = reply.generation.completion(call, reply.received)
+                            completion = reply.generation.completion(call, reply.received)
+                            if parser is not None:
+                                await parser.parse([completion])
+                            self._completion = completion
                         yield Chunk(
                             chunk.finish or None,
                             chunk.version,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from msgspec.structs import force_setattr
 
@@ -14,10 +14,15 @@ from ..inference.message import AssistantMessage
 from ..inference.prompts import Message
 from ..inference.tokens import without_surrogates
 from .arrays import joined_rows, routed_stop
-from .observations import Dialogue, answer_of
+from .observations import Dialogue, Observation, answer_of
 from .rewards import Rewards, RewardValue
 from .session_spec import SessionSpec
 from .trajectory import Trajectory
+
+_TOO_LATE: Final = (
+    "messages were observed after text or token ids, and no turn was sampled in between: use "
+    "unobserve, and observe the messages first"
+)
 
 
 class Position(NamedTuple):
@@ -46,6 +51,20 @@ class Position(NamedTuple):
             promptless: the session has no prompt, so its first observation is one.
         """
         return self.dialogue.messages is not None or (promptless and not self.tokens)
+
+    def check_messages_first(self, waiting: Sequence[Observation]) -> None:
+        """Raise ``UsageError`` if messages cannot follow here, where the turn has begun.
+
+        Args:
+            waiting: the observations since the turn has begun.
+        """
+        if waiting:
+            raise UsageError(_TOO_LATE)
+        if self.dialogue.begun:
+            raise UsageError(
+                "the prompt ends within the assistant's turn (continue_final_message), so no "
+                "message can follow it: observe text or token ids"
+            )
 
 
 def beginning(dialogue: Dialogue) -> Position:
@@ -84,6 +103,52 @@ class History:
         tokens = self._tree.tokens(turn)[: 4 * starts[-1]]
         dialogue, held = self._dialogues[turn], self._conversation(turn)
         return Position(self._tree.parent(turn), tokens, 4 * starts[0], dialogue, True, held)
+
+    async def opened(
+        self,
+        spec: SessionSpec,
+        place: Position,
+        given: list[Message] | None,
+        observed: Sequence[Observation],
+    ) -> tuple[Position, list[Observation]]:
+        """Return the place at which a turn goes on that has begun, and the other observations.
+
+        What is observed before the first turn, and after ``go_back``, belongs to the prompt: an
+        environment is often reset in the agent, after the session was opened. Messages continue
+        the conversation of the place. If an earlier turn ends a part of it, its exact tokens are
+        kept, as by ``Session.rewrite``.
+
+        Args:
+            given: the messages of the conversation; None: the prompt of ``spec``.
+
+        Raises:
+            InvalidRequest: there is no prompt, or the chat template rejects it.
+            UsageError: messages were observed after text or token ids.
+        """
+        rest = list(observed)
+        messages: list[Message] = []
+        while rest and isinstance(first := rest[0], list):
+            messages += first
+            del rest[0]
+        if any(isinstance(item, list) for item in rest):
+            raise UsageError(_TOO_LATE)
+        dialogue = place.dialogue
+        if messages:
+            whole = [*(dialogue.messages or ()), *messages]
+            turn = self.find(whole)
+            if turn != ROOT:
+                return self.after(turn), [whole[self.message_count(turn) :], *rest]
+            given, dialogue = whole, Dialogue(whole)
+        elif place.tokens:
+            return place, rest
+        if spec.promptless and given is None and rest:
+            text = rest.pop(0)
+            assert not isinstance(text, list)
+            tokens = await spec.encode_text(text) if isinstance(text, str) else text
+        else:
+            tokens = await spec.ids(given)
+        dialogue = dialogue._replace(answer_at=len(tokens))
+        return beginning(dialogue)._replace(tokens=tokens), rest
 
     def path(self, turn: int) -> tuple[int, ...]:
         """Return the turns of the conversation that ends with a turn."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
 import msgspec
@@ -10,9 +10,9 @@ from msgspec.structs import force_setattr
 
 from ..config import check_target, check_timeout
 from ..errors import InvalidRequest
-from ..inference.options import MessageKeywords
+from ..inference.options import MessageKeywords, RenderOptions
 from ..inference.sampling import SamplingOptions, SamplingParams, UnseededOptions, own_names
-from ..inference.tool_choice import ToolChoice, chosen_tool
+from ..inference.tool_choice import chosen_tool
 from ..inference.tool_schemas import checked_tools
 from .rewards import checked_weights
 
@@ -36,7 +36,7 @@ class SessionKeywords(_Keywords, SamplingOptions, total=False):
     metadata: Mapping[str, Any] | None
 
 
-class SessionOptions(msgspec.Struct, frozen=True, kw_only=True):
+class SessionOptions(RenderOptions, frozen=True, kw_only=True):
     """The options of a session, which ``Client.session`` documents. The constructor checks them.
 
     Attributes:
@@ -46,20 +46,14 @@ class SessionOptions(msgspec.Struct, frozen=True, kw_only=True):
         UsageError: a value is wrong. ``InvalidRequest``: a value for the turns is wrong.
     """
 
-    tools: Sequence[Any] | None = None
-    template: Mapping[str, Any] | None = None
-    chat_template_kwargs: Mapping[str, Any] | None = None
-    continue_final_message: bool = False
     allow_rewrite: bool = False
-    renderer: str | None = None
-    tool_choice: ToolChoice = "auto"
     timeout: float | None = None
     priority: int = 0
     metadata: Mapping[str, Any] = {}
     reward_weights: Mapping[str, float] = {}
     lora: str | None = None
     sampling: SamplingParams | None = None
-    values: dict[str, Any] = {}
+    values: dict[str, Any] = msgspec.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.renderer is not None and self.allow_rewrite:

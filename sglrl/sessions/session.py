@@ -28,7 +28,6 @@ from ..inference.tool_choice import ToolChoice
 from .gate import Gate
 from .history import Position, beginning
 from .observations import Dialogue, Observation, as_observation, encode_observations, parsed
-from .opening import check_messages_first, opened
 from .options import turn_values
 from .rewards import RewardValue
 from .session_spec import SessionSpec
@@ -216,8 +215,8 @@ class Session:
         self._taken = len(self._pending)
         place, observed = self.position, self._pending[: self._taken]
         if place.begins:
-            place, observed = await opened(
-                self.spec, self._history, place, self._beginning, observed
+            place, observed = await self._history.opened(
+                self.spec, place, self._beginning, observed
             )
         dialogue, before = place.dialogue, place.tokens
         observed_ids = [item for item in observed if isinstance(item, bytes)]
@@ -337,7 +336,7 @@ class Session:
             if waiting and isinstance(waiting[-1], list):
                 new = [*self._pending.pop(), *new]
             elif self.position.begins and not self.sampler.busy:
-                check_messages_first(self.position, waiting)
+                self.position.check_messages_first(waiting)
         if new:
             self._pending.append(new)
 

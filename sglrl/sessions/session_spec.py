@@ -13,13 +13,7 @@ import numpy as np
 from ..driver.threads import in_thread
 from ..errors import InvalidRequest
 from ..inference.chat_templates import render_conversation
-from ..inference.prompts import (
-    Message,
-    as_messages,
-    check_messages,
-    load_tokenizer,
-    template_arguments,
-)
+from ..inference.prompts import Message, as_messages, check_messages, load_tokenizer
 from ..inference.renderer import Renderer, find_renderer, fitting_renderer
 from ..inference.requests import Requests
 from ..inference.sampling import own_names
@@ -78,13 +72,7 @@ class SessionSpec:
         """The messages before the assistant's first turn."""
         self.begun = ""
         """The beginning of the assistant's first turn: ``continue_final_message``."""
-        template = template_arguments(
-            [] if self.promptless else messages,
-            options.tools,
-            options.template,
-            options.chat_template_kwargs,
-            options.continue_final_message,
-        )
+        template = options.template_arguments([] if self.promptless else messages)
         self.template = dict(template)
         if messages is not None:
             several, (conversation, *_) = check_messages(messages)
