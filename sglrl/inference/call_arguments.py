@@ -32,21 +32,23 @@ class NoValue(ValueError):
 def parameters_of(tool: Any) -> Any:
     """Return the schema of a tool's arguments. A tool without one has no arguments."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
-    found = function.get("parameters") if isinstance(function, Mapping) else None
-    return found or {"type": "object", "properties": {}}
+    parameters = function.get("parameters") if isinstance(function, Mapping) else None
+    return parameters or {"type": "object", "properties": {}}
 
 
 def argument_schema(parameters: Any, name: str) -> Any:
     """Return the schema of one argument. True: it is not declared."""
     try:
         forms = Forms(parameters).alternatives(parameters, "")
-        found = [
+        schemas = [
             form["properties"][name] if name in form.get("properties", {})
             else form.get("additionalProperties", True)
             for form in forms
         ]  # fmt: skip
         return (
-            found[0] if len(found) == 1 else {"anyOf": [one for one in found if one is not False]}
+            schemas[0]
+            if len(schemas) == 1
+            else {"anyOf": [one for one in schemas if one is not False]}
         )
     except (InvalidRequest, *_ERRORS):
         properties = parameters.get("properties") if isinstance(parameters, Mapping) else None

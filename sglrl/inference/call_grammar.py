@@ -62,10 +62,10 @@ class _Tagged:
         forms = [
             form for form in self._forms.alternatives(schema, "") if "object" in types_of(form)
         ]
-        found = [one for form in forms if (one := self._members(form)) is not None]
-        if not found:
+        members = [one for form in forms if (one := self._members(form)) is not None]
+        if not members:
             raise InvalidRequest("json_schema: no arguments are valid for the tool's parameters")
-        return either(found)
+        return either(members)
 
     def _members(self, form: Form) -> Format | None:
         for keyword in ("enum", "maxProperties", "patternProperties", "propertyNames"):
@@ -99,14 +99,14 @@ class _Tagged:
 
     def _value(self, schema: Any, path: str) -> Format | None:
         """Return the format of the values of one argument. None: there are none."""
-        found: list[Format] = []
+        formats: list[Format] = []
         for form in self._forms.alternatives(schema, path):
             if "enum" in form:
                 values = [one for one in form["enum"] if valid(form, one, self._root)]
                 texts = [one for one in values if isinstance(one, str)]
-                found += [exactly(one) for one in texts if not self._breaks(one)]
+                formats += [exactly(one) for one in texts if not self._breaks(one)]
                 others = [one for one in values if not isinstance(one, str)]
-                found += self._json({"enum": others}, path)
+                formats += self._json({"enum": others}, path)
                 continue
             types = types_of(form)
             if "string" in types:
@@ -114,10 +114,10 @@ class _Tagged:
                 if text is None:
                     # Everything else that may be written is such text, too.
                     return {"type": "any_text", "excludes": self._excluded}
-                found.append({"type": "grammar", "grammar": f"root ::= {text}\n"})
+                formats.append({"type": "grammar", "grammar": f"root ::= {text}\n"})
             others = [one for one in types if one != "string"]
-            found += self._json({**form, "type": others}, path) if others else []
-        return either(found) if found else None
+            formats += self._json({**form, "type": others}, path) if others else []
+        return either(formats) if formats else None
 
     def _json(self, form: Form, path: str) -> list[Format]:
         grammar = JsonGrammar(self._root, markers=self._excluded)

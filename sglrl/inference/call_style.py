@@ -66,10 +66,10 @@ def call_style(once: str | None, twice: str | None, closings: set[str]) -> CallS
             continue
         thought = _THOUGHT if "Hm." in text else ""
         for arguments in (_JSON, _TAGGED):
-            found = re.fullmatch(thought + form.replace("ARGUMENTS", arguments), text, re.DOTALL)
-            if found is None:
+            match = re.fullmatch(thought + form.replace("ARGUMENTS", arguments), text, re.DOTALL)
+            if match is None:
                 continue
-            part: dict[str, Any] = {name: value or "" for name, value in found.groupdict().items()}
+            part: dict[str, Any] = {name: value or "" for name, value in match.groupdict().items()}
             if part.get("closing") and part["closing"] not in closings:
                 continue
             part.pop("arguments")

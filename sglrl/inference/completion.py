@@ -375,8 +375,8 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
         In a session with a renderer, it has reasoning and calls of tools, parsed from the tokens.
         Otherwise all text is ``content``.
         """
-        found: AssistantMessage | None = self.__dict__.get("message")
-        return AssistantMessage(content=self.text) if found is None else found
+        parsed: AssistantMessage | None = self.__dict__.get("message")
+        return AssistantMessage(content=self.text) if parsed is None else parsed
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:

@@ -123,14 +123,14 @@ class JsonGrammar:
             InvalidRequest: as ``json_grammar``, or no value is valid.
         """
         try:
-            found = self.value(schema, "")
+            expression = self.value(schema, "")
         except InvalidRequest:
             raise
         except (TypeError, ValueError, KeyError, AttributeError, re.error, RecursionError) as error:
             raise InvalidRequest(f"json_schema is not a schema: {error!r:.200}") from None
-        if found is None:
+        if expression is None:
             raise InvalidRequest("json_schema: no value is valid for it")
-        return found
+        return expression
 
     def value(self, schema: Any, path: str) -> str | None:
         """Return the expression of the values of a schema. None: there are none."""
@@ -160,7 +160,7 @@ class JsonGrammar:
     def literal(self, value: Any) -> str:
         """Return the expression of one value."""
         text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        text = re.sub("[\ud800-\udfff]", lambda found: f"\\u{ord(found[0]):04x}", text)
+        text = re.sub("[\ud800-\udfff]", lambda match: f"\\u{ord(match[0]):04x}", text)
         if any(marker in text for marker in self._markers):
             for head in self._heads:
                 text = text.replace(chr(head), f"\\u{head:04x}")
@@ -287,10 +287,10 @@ class JsonGrammar:
         return after
 
     def _object(self, form: Form, path: str) -> str | None:
-        found = self._members(form, path)
-        if found is None:
+        parts = self._members(form, path)
+        if parts is None:
             return None
-        members, extra = found
+        members, extra = parts
         low, high = form.get("minProperties", 0), form.get("maxProperties")
         required = sum(needed for *_, needed in members)
         if extra is not None and low > required + 1:

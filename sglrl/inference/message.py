@@ -52,9 +52,9 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
         """
         wrong = "".join(call.raw for call in self.tool_calls if call.error)
         content = self.raw_content or self.content + wrong
-        found: dict[str, Any] = {"role": self.role, "content": content}
+        message: dict[str, Any] = {"role": self.role, "content": content}
         if self.reasoning_content is not None:
-            found["reasoning_content"] = self.reasoning_content
+            message["reasoning_content"] = self.reasoning_content
         calls = [
             {
                 "id": call.id,
@@ -65,5 +65,5 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
             if not call.error
         ]
         if calls:
-            found["tool_calls"] = calls
-        return found
+            message["tool_calls"] = calls
+        return message

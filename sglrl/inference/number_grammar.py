@@ -35,10 +35,8 @@ def range_of(schema: dict[str, Any]) -> Range:
 def _strictest(
     schema: dict[str, Any], closed: str, strict: str, sign: int
 ) -> tuple[Decimal | None, bool]:
-    found = [
-        (_decimal(schema[name]), name == strict) for name in (closed, strict) if name in schema
-    ]
-    return max(found, key=lambda end: (sign * end[0], end[1]), default=(None, False))
+    ends = [(_decimal(schema[name]), name == strict) for name in (closed, strict) if name in schema]
+    return max(ends, key=lambda end: (sign * end[0], end[1]), default=(None, False))
 
 
 def _decimal(value: Any) -> Decimal:
@@ -114,15 +112,15 @@ def decimals(range_: Range) -> str | None:
         # The magnitudes of negative numbers.
         below = high is not None and high <= 0
         begin = -high if below and high is not None else zero
-        found = _magnitudes(
+        magnitudes = _magnitudes(
             begin, None if low is None else -low, open_high if below else False, open_low
         )
-        parts += [f'"-" {found}'] if found else []
+        parts += [f'"-" {magnitudes}'] if magnitudes else []
     if high is None or high >= 0:
         above = low is not None and low >= 0
         begin = low if above and low is not None else zero
-        found = _magnitudes(begin, high, open_low if above else False, open_high)
-        parts += [found] if found else []
+        magnitudes = _magnitudes(begin, high, open_low if above else False, open_high)
+        parts += [magnitudes] if magnitudes else []
     return f"({' | '.join(parts)})" if parts else None
 
 
@@ -141,8 +139,8 @@ def _magnitudes(low: Decimal, high: Decimal | None, open_low: bool, open_high: b
     # Rounding to a float may only reach an end that is not open.
     spare = _spare(last) if open_high else _DIGITS
     if whole == last:
-        found = _between(digits, end, open_low, open_high, _spare(last))
-        return _with_fraction(whole, found, digits, open_low)
+        fraction = _between(digits, end, open_low, open_high, _spare(last))
+        return _with_fraction(whole, fraction, digits, open_low)
     parts = [_with_fraction(whole, _at_least(digits, open_low, _spare(whole)), digits, open_low)]
     if last - whole > 1:
         parts.append(f"{_naturals(whole + 1, last - 1)} {_any_fraction(spare)}")

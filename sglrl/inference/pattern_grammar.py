@@ -159,17 +159,17 @@ def _chars(item: Any) -> Chars:
     if code is not op.IN:
         raise UnsupportedPattern("not a set of characters")
     negated = value[0][0] is op.NEGATE
-    found: Chars = []
+    chars: Chars = []
     for kind, part in value[1:] if negated else value:
         if kind is op.LITERAL:
-            found.append((part, part))
+            chars.append((part, part))
         elif kind is op.RANGE:
-            found.append((part[0], part[1]))
+            chars.append((part[0], part[1]))
         elif kind is op.CATEGORY:
-            found += _category(part, negated)
+            chars += _category(part, negated)
         else:
             raise UnsupportedPattern(f"{str(kind).lower()!r} is not supported in a set")
-    return complement(found) if negated else intersection(found, ALL)
+    return complement(chars) if negated else intersection(chars, ALL)
 
 
 def _category(name: Any, wide: bool) -> Chars:
@@ -196,32 +196,32 @@ def _category(name: Any, wide: bool) -> Chars:
 def _unicode(test: str) -> tuple[tuple[int, int], ...]:
     """Return the characters of a category in Python or ECMA."""
     more = {0xFEFF} if test == "isspace" else set()
-    found = [
+    codes = [
         code for code in range(sys.maxunicode + 1) if code in more or getattr(chr(code), test)()
     ]
-    return tuple(merged([(code, code) for code in found]))
+    return tuple(merged([(code, code) for code in codes]))
 
 
 def merged(chars: Chars) -> Chars:
     """Return sorted ranges that do not touch."""
-    found: Chars = []
+    ranges: Chars = []
     for low, high in sorted(chars):
-        if found and low <= found[-1][1] + 1:
-            found[-1] = (found[-1][0], max(found[-1][1], high))
+        if ranges and low <= ranges[-1][1] + 1:
+            ranges[-1] = (ranges[-1][0], max(ranges[-1][1], high))
         else:
-            found.append((low, high))
-    return found
+            ranges.append((low, high))
+    return ranges
 
 
 def complement(chars: Chars) -> Chars:
     """Return the other characters."""
-    found, begin = [], 0
+    gaps, begin = [], 0
     for low, high in merged(chars):
         if begin < low:
-            found.append((begin, low - 1))
+            gaps.append((begin, low - 1))
         begin = high + 1
-    found.append((begin, sys.maxunicode))
-    return intersection([(low, high) for low, high in found if low <= high], ALL)
+    gaps.append((begin, sys.maxunicode))
+    return intersection([(low, high) for low, high in gaps if low <= high], ALL)
 
 
 def intersection(first: Chars, second: Chars) -> Chars:

@@ -88,12 +88,12 @@ class Renderer:
     def difference(self, messages: Sequence[Message], expected: Sequence[int]) -> str:
         """Return how its tokens of a prompt differ from those of the template, or ""."""
         try:
-            found = self._renderer.render_ids(
+            rendered = self._renderer.render_ids(
                 list(messages), tools=self.tools, add_generation_prompt=True
             )
         except Exception as error:
             return f"it rejects the messages: {error}"
-        for at, (own, other) in enumerate(zip_longest(found, expected)):
+        for at, (own, other) in enumerate(zip_longest(rendered, expected)):
             if own != other:
                 return f"token {at} is {own}, and the chat template has {other}"
         return ""
@@ -101,19 +101,19 @@ class Renderer:
     @property
     def added_tokens(self) -> dict[str, int]:
         """The tokens that are no text of the model's vocabulary, such as ``<tool_call>``."""
-        found: dict[str, int] = self._box.tokenizer.get_added_vocab()
-        return found
+        tokens: dict[str, int] = self._box.tokenizer.get_added_vocab()
+        return tokens
 
     @property
     def end_tokens(self) -> list[int]:
         """The tokens that end a turn."""
-        found: list[int] = self._renderer.get_stop_token_ids()
-        return found
+        tokens: list[int] = self._renderer.get_stop_token_ids()
+        return tokens
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text that may contain special tokens."""
-        (found,) = self._box.encode_rendered([text])
-        return found
+        (ids,) = self._box.encode_rendered([text])
+        return ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens, with special tokens."""
@@ -122,11 +122,11 @@ class Renderer:
     def is_reasoning(self, prompt: list[int]) -> bool:
         """Return whether the tokens after a prompt are read as reasoning."""
         try:
-            found = self._renderer.parse_response([], tools=self.tools, prompt_ids=prompt)
+            parsed = self._renderer.parse_response([], tools=self.tools, prompt_ids=prompt)
         except Exception as error:
             logger.info("the renderer %r cannot parse an empty turn: %s", self.name, error)
             return False
-        return not getattr(found, "reasoning_complete", True)
+        return not getattr(parsed, "reasoning_complete", True)
 
     def begins_turn(self, prompt: Sequence[int]) -> bool:
         """Return whether a prompt ends where the assistant's turn begins, not within it."""
@@ -189,28 +189,28 @@ class Renderer:
         """How the template writes calls of tools. None: in a way that has no grammar."""
         if not self._style:
             once = self.example(1)
-            found = call_style(once, self.example(2), {*self.added_tokens})
-            if found is not None and found.tagged and once is not None:
+            style = call_style(once, self.example(2), {*self.added_tokens})
+            if style is not None and style.tagged and once is not None:
                 # Some formats write the types of values, too.
                 (call,) = self._calls(self.encode(once), [], [texts_only("add", ["a", "b"])]) or [
                     None
                 ]
                 if call is None or call.arguments != {"a": "1", "b": "2"}:
-                    found = None
-            if found is not None and found.tagged:
+                    style = None
+            if style is not None and style.tagged:
                 constant = self.example(1, {"a": True}) or ""
-                found = found._replace(python=f"{found.between}True" in constant)
-            self._style.append(found)
+                style = style._replace(python=f"{style.between}True" in constant)
+            self._style.append(style)
         return self._style[0]
 
     def _calls(self, sampled: list[int], prompt: list[int], tools: Any) -> list[Any]:
         """Return the calls of a turn as the package reads them."""
         try:
-            found = self._renderer.parse_response(sampled, tools=tools, prompt_ids=prompt)
+            parsed = self._renderer.parse_response(sampled, tools=tools, prompt_ids=prompt)
         except Exception as error:
             logger.info("the renderer %r cannot parse a turn: %r", self.name, error)
             return []
-        return list(found.tool_calls)
+        return list(parsed.tool_calls)
 
     def _reread(self, calls: Sequence[Any], prompt: list[int], sampled: list[int]) -> list[Any]:
         """Return calls whose arguments are read as their schemas say."""
@@ -239,38 +239,38 @@ class Renderer:
             number: of the turn. It is part of the ids of calls.
         """
         try:
-            found = self._renderer.parse_response(sampled, tools=self.tools, prompt_ids=prompt)
+            parsed = self._renderer.parse_response(sampled, tools=self.tools, prompt_ids=prompt)
         except Exception as error:
             logger.warning("the renderer %r cannot parse a turn: %r", self.name, error)
             return AssistantMessage(content=self._box.decode(sampled, True))
         calls = [
             _call(call, call.id or f"call_{number}_{index}")
-            for index, call in enumerate(self._reread(found.tool_calls, prompt, sampled))
+            for index, call in enumerate(self._reread(parsed.tool_calls, prompt, sampled))
         ]
         return AssistantMessage(
-            content=found.content,
-            reasoning_content=found.reasoning_content,
+            content=parsed.content,
+            reasoning_content=parsed.reasoning_content,
             tool_calls=tuple(calls),
-            raw_content=self._raw_content(found, calls, sampled),
+            raw_content=self._raw_content(parsed, calls, sampled),
         )
 
-    def _raw_content(self, found: Any, calls: Sequence[ToolCall], sampled: list[int]) -> str:
+    def _raw_content(self, parsed: Any, calls: Sequence[ToolCall], sampled: list[int]) -> str:
         """Return ``AssistantMessage.raw_content``.
 
         Args:
             found: the parsed turn.
         """
-        spans = [call.token_span for call in found.tool_calls]
+        spans = [call.token_span for call in parsed.tool_calls]
         if not any(call.error for call in calls) or None in spans:
             return ""
         ends = set(self.end_tokens)
         ids = list(takewhile(lambda token: token not in ends, sampled))
         before = self._box.decode(ids[: spans[0][0]], False)
         text = before.rstrip()
-        sizes = range(len(found.content), -1, -1)
+        sizes = range(len(parsed.content), -1, -1)
         # The content may go on after the calls, and reasoning may come before it.
-        size = next(size for size in sizes if text.endswith(found.content[:size]))
-        parts = [found.content[:size], before[len(text) :]]
+        size = next(size for size in sizes if text.endswith(parsed.content[:size]))
+        parts = [parsed.content[:size], before[len(text) :]]
         at = spans[0][0]
         for (start, stop), call in zip(spans, calls, strict=True):
             if call.error:
@@ -294,19 +294,21 @@ class Renderer:
             None if the template would change earlier tokens, for example remove reasoning.
         """
         try:
-            found = self._renderer.bridge_to_next_turn(prompt, sampled, list(new), tools=self.tools)
+            bridged = self._renderer.bridge_to_next_turn(
+                prompt, sampled, list(new), tools=self.tools
+            )
         except Exception as error:
             logger.warning("the renderer %r cannot extend a conversation: %r", self.name, error)
             return None
-        if found is None:
+        if bridged is None:
             return None
-        ids: list[int] = found.token_ids
+        ids: list[int] = bridged.token_ids
         before = [*prompt, *sampled]
         return ids if ids[: len(before)] == before else None
 
 
-def _call(found: Any, id_: str) -> ToolCall:
-    status, arguments = str(found.status), found.arguments
+def _call(parsed: Any, id_: str) -> ToolCall:
+    status, arguments = str(parsed.status), parsed.arguments
     error = "" if status == "ok" else _ERRORS.get(status, status)
     if not error and isinstance(arguments, str):
         try:
@@ -320,9 +322,9 @@ def _call(found: Any, id_: str) -> ToolCall:
         error = _ERRORS["invalid_json"]
     return ToolCall(
         id=id_,
-        name=found.name or "",
+        name=parsed.name or "",
         arguments=None if error else dict(arguments),
-        raw=found.raw,
+        raw=parsed.raw,
         error=error,
     )
 
@@ -355,8 +357,8 @@ def find_renderer(
     key = repr((name, options))
     if key not in known:
         known[key] = _search(name, box, options)
-    found, tools = known[key], template.get("tools")
-    return found and found.with_tools(None if tools is None else schemas(tools))
+    renderer, tools = known[key], template.get("tools")
+    return renderer and renderer.with_tools(None if tools is None else schemas(tools))
 
 
 def fitting_renderer(
@@ -375,13 +377,13 @@ def fitting_renderer(
     Raises:
         InvalidRequest: as ``find_renderer``, or the renderer that ``name`` names does not fit.
     """
-    found = find_renderer(name, box, template)
-    difference = "" if found is None else found.difference(messages, prompt)
-    if found is None or not difference:
-        return found
+    renderer = find_renderer(name, box, template)
+    difference = "" if renderer is None else renderer.difference(messages, prompt)
+    if renderer is None or not difference:
+        return renderer
     if name is not None:
         raise InvalidRequest(f"renderer={name!r} does not fit: {difference}")
-    logger.info("the renderer %r is not used: %s", found.name, difference)
+    logger.info("the renderer %r is not used: %s", renderer.name, difference)
     return None
 
 
@@ -409,12 +411,12 @@ def _search(name: str | None, box: TokenizerBox, template: Mapping[str, Any]) ->
     own = MODEL_RENDERER_MAP.get(model)
     for candidate in sorted(names, key=lambda name: name != own):
         try:
-            found = _made(candidate, box, template)
+            renderer = _made(candidate, box, template)
         except InvalidRequest:
             continue
-        if all(_agrees(found, box, template, probe) for probe in PROBES):
+        if all(_agrees(renderer, box, template, probe) for probe in PROBES):
             logger.info("%s has the renderer %r", model, candidate)
-            return found
+            return renderer
     return None
 
 
@@ -436,7 +438,10 @@ def _made(name: str, box: TokenizerBox, template: Mapping[str, Any]) -> Renderer
 
 
 def _agrees(
-    found: Renderer, box: TokenizerBox, template: Mapping[str, Any], messages: list[dict[str, Any]]
+    renderer: Renderer,
+    box: TokenizerBox,
+    template: Mapping[str, Any],
+    messages: list[dict[str, Any]],
 ) -> bool:
     """Return whether a renderer and the template make the same tokens of a conversation."""
     try:
@@ -444,4 +449,4 @@ def _agrees(
         (expected,) = box.encode_rendered([text])
     except InvalidRequest:
         return False
-    return not found.with_tools([TOOL]).difference(messages, expected)
+    return not renderer.with_tools([TOOL]).difference(messages, expected)

@@ -172,9 +172,9 @@ class Requests:
 
         ``core/policy_versions.py`` describes the names.
         """
-        found = {MODEL: self.weights.version}
+        versions = {MODEL: self.weights.version}
         version = self.adapters.versions.get(lora) if lora else None
-        return found if version is None else {**found, lora: version}
+        return versions if version is None else {**versions, lora: version}
 
     def encode_prompts(
         self,

@@ -300,13 +300,13 @@ def own_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidRequest: a parameter is given twice, under two names.
     """
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in kwargs.items():
         target = ALIASES.get(name, name)
-        if target in found:
+        if target in named:
             raise InvalidRequest(f"{name!r} and another name for {target!r} were both given")
-        found[target] = value
-    return found
+        named[target] = value
+    return named
 
 
 _FOREIGN: Final = {
@@ -321,7 +321,7 @@ _FOREIGN: Final = {
 
 
 def _canonical(kwargs: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    named: dict[str, Any] = {}
     for name, value in kwargs.items():
         target = ALIASES.get(name, name)
         if target not in SamplingParams.__struct_fields__:
@@ -331,12 +331,12 @@ def _canonical(kwargs: dict[str, Any]) -> dict[str, Any]:
             near = get_close_matches(name, known, n=1, cutoff=0.75)
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise InvalidRequest(f"unknown sampling argument {name!r}{hint}")
-        if target in found:
+        if target in named:
             raise InvalidRequest(f"{name!r} and another name for {target!r} were both given")
         # None means "not given", as in the APIs of OpenAI and SGLang.
         if value is not None:
-            found[target] = value
-    return found
+            named[target] = value
+    return named
 
 
 def from_kwargs(kwargs: dict[str, Any]) -> SamplingParams:

@@ -114,27 +114,27 @@ class SamplingCache:
                     f"sampling must be a sglrl.SamplingParams, got {type(params).__name__}"
                 )
             if not kwargs:
-                found = self._by_params.get(id(params))
-                if found is not None and found.params is params:
-                    return found
-            found = self.check(merged(params, kwargs) if kwargs else params)
+                prepared = self._by_params.get(id(params))
+                if prepared is not None and prepared.params is params:
+                    return prepared
+            prepared = self.check(merged(params, kwargs) if kwargs else params)
             if not kwargs and all(map(_constant, msgspec.structs.astuple(params))):
-                self._bound(self._by_params)[id(params)] = found
-            return found
+                self._bound(self._by_params)[id(params)] = prepared
+            return prepared
         try:
             # Include the types: True == 1 and hash(True) == hash(1), but True is not a token count.
             key = (*kwargs.items(), *map(type, kwargs.values()))
-            found = self._by_kwargs.get(key)
+            prepared = self._by_kwargs.get(key)
         except TypeError:
             # A value is unhashable (a list or a dict), so the result cannot be cached.
             return self.check(from_kwargs(kwargs))
-        if found is None:
-            found = self.check(from_kwargs(kwargs))
+        if prepared is None:
+            prepared = self.check(from_kwargs(kwargs))
             if not all(map(_constant, kwargs.values())):
-                return found
-            self._bound(self._by_kwargs)[key] = found
-        self._latest, self._latest_kwargs = found, dict(kwargs)
-        return found
+                return prepared
+            self._bound(self._by_kwargs)[key] = prepared
+        self._latest, self._latest_kwargs = prepared, dict(kwargs)
+        return prepared
 
     def check(self, params: SamplingParams) -> Prepared:
         """Check that the engine can honour parameters that are right in themselves.

@@ -68,7 +68,7 @@ class Forms:
             return [{}] if schema else []
         if not isinstance(schema, Mapping):
             raise InvalidRequest(f"json_schema: {path or '/'} must be a schema, got {schema!r:.99}")
-        found = [self._own(schema, path)]
+        forms = [self._own(schema, path)]
         if "$ref" in schema:
             reference = schema["$ref"]
             try:
@@ -78,9 +78,9 @@ class Forms:
             if reference in seen:
                 reject(path, "$ref", f"{reference!r:.99} refers to itself")
             others = self.alternatives(target, path, (*seen, reference))
-            found = self._both(found, others, path)
+            forms = self._both(forms, others, path)
         for i, part in enumerate(schema.get("allOf", ())):
-            found = self._both(found, self.alternatives(part, f"{path}/allOf/{i}", seen), path)
+            forms = self._both(forms, self.alternatives(part, f"{path}/allOf/{i}", seen), path)
         for keyword in ("anyOf", "oneOf"):
             if keyword in schema:
                 branches = [
@@ -89,8 +89,8 @@ class Forms:
                 ]
                 if keyword == "oneOf":
                     self._check_disjoint(branches, path)
-                found = self._both(found, [form for branch in branches for form in branch], path)
-        return found
+                forms = self._both(forms, [form for branch in branches for form in branch], path)
+        return forms
 
     def _own(self, schema: Mapping[str, Any], path: str) -> Form:
         """Return the form of a schema's own keywords."""
@@ -127,10 +127,10 @@ class Forms:
 
     def _both(self, first: list[Form], second: list[Form], path: str) -> list[Form]:
         pairs = [_conjunction(one, other, path) for one in first for other in second]
-        found = [form for form in pairs if form is not None]
-        if len(found) > _MOST:
+        forms = [form for form in pairs if form is not None]
+        if len(forms) > _MOST:
             raise InvalidRequest(f"json_schema: {path or '/'} has more than {_MOST} alternatives")
-        return found
+        return forms
 
     def _check_disjoint(self, branches: list[list[Form]], path: str) -> None:
         """Raise ``InvalidRequest`` if a written value may be valid for two branches."""
@@ -239,8 +239,8 @@ def _common_types(first: list[str], second: list[str]) -> list[str]:
     def has(types: list[str], one: str) -> bool:
         return one in types or (one == "integer" and "number" in types)
 
-    found = [one for one in TYPES if has(first, one) and has(second, one)]
-    return [one for one in found if one != "integer" or "number" not in found]
+    common = [one for one in TYPES if has(first, one) and has(second, one)]
+    return [one for one in common if one != "integer" or "number" not in common]
 
 
 def _all_of(first: Any, second: Any) -> Any:
@@ -278,13 +278,13 @@ def _properties(first: Form, second: Form, path: str) -> Form:
 
 def _property(form: Form, name: str) -> Any:
     """Return the schema of one property. A form that does not declare it may still limit it."""
-    found = [form["properties"][name]] if name in form.get("properties", {}) else []
+    schemas = [form["properties"][name]] if name in form.get("properties", {}) else []
     patterns = form.get("patternProperties", {})
-    found += [schema for pattern, schema in patterns.items() if re.search(pattern, name)]
-    if not found:
+    schemas += [schema for pattern, schema in patterns.items() if re.search(pattern, name)]
+    if not schemas:
         return form.get("additionalProperties", True)
     schema: Any = True
-    for one in found:
+    for one in schemas:
         schema = _all_of(schema, one)
     return schema
 

@@ -17,16 +17,16 @@ def resolve(root: Any, reference: Any) -> Any:
     """
     if not isinstance(reference, str) or not (reference == "#" or reference.startswith("#/")):
         raise KeyError(reference)
-    found = root
+    value = root
     for part in reference.split("/")[1:]:
         name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(found, list) and name.isdecimal() and int(name) < len(found):
-            found = found[int(name)]
-        elif isinstance(found, Mapping) and name in found:
-            found = found[name]
+        if isinstance(value, list) and name.isdecimal() and int(name) < len(value):
+            value = value[int(name)]
+        elif isinstance(value, Mapping) and name in value:
+            value = value[name]
         else:
             raise KeyError(reference)
-    return found
+    return value
 
 
 def type_of(value: Any) -> str:

@@ -50,8 +50,8 @@ def thought_after(renderer: Renderer, prompt: list[int]) -> Thought | None:
     if not opened and not renderer.begins_turn(prompt):
         return None
     example = renderer.example(1) or ""
-    found = _EXAMPLE.match(example)
-    pairs = [found.group("opening", "closing", "space")] if found else []
+    match = _EXAMPLE.match(example)
+    pairs = [match.group("opening", "closing", "space")] if match else []
     for opening, closing, space in [*pairs, _USUAL]:
         if opened:
             opening = ""

@@ -51,8 +51,8 @@ def _name(tool: Any) -> Any:
 
 
 def _function(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = schema.get("function", schema)
-    return found
+    function: Mapping[str, Any] = schema.get("function", schema)
+    return function
 
 
 def calls_format(renderer: Renderer, choice: ToolChoice) -> Format:

@@ -20,14 +20,14 @@ def checked_tools(tools: Any) -> list[Any]:
             f"tools must be a list of schemas or functions, got {type_of(tools)}: for one tool, "
             "use tools=[tool]"
         )
-    found = list(tools)
-    for at, tool in enumerate(found):
+    checked = list(tools)
+    for at, tool in enumerate(checked):
         if not isinstance(tool, Mapping) and not callable(tool):
             raise InvalidRequest(
                 f"tools[{at}] must be a schema as in OpenAI's API, or a function, got "
                 f"{type_of(tool)}: {tool!r:.99}"
             )
-    return found
+    return checked
 
 
 def schemas(tools: Any) -> list[Any]:

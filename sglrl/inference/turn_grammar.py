@@ -56,8 +56,8 @@ async def turn_grammar(
         return prepared
     if choice != "auto" and params.grammars:
         raise InvalidRequest(f"tool_choice is a grammar too: omit {params.grammars[0]}")
-    found = [renderer for renderer in renderers if renderer is not None]
-    if not found or len(found) < len(renderers):
+    known = [renderer for renderer in renderers if renderer is not None]
+    if not known or len(known) < len(renderers):
         if choice == "auto":
             # No one reads reasoning or calls from these turns.
             return prepared
@@ -67,7 +67,7 @@ async def turn_grammar(
         )
 
     def find() -> list[Format | None]:
-        pairs = zip(found, prompts, strict=True)
+        pairs = zip(known, prompts, strict=True)
         return [turn_format(one, _ids(prompt), choice, params) for one, prompt in pairs]
 
     form, *others = await in_thread(find)
@@ -157,8 +157,8 @@ def _thought_format(renderer: Renderer, thought: Thought) -> list[Format]:
 
 
 def _ids(prompt: bytes) -> list[int]:
-    found: list[int] = np.frombuffer(prompt, "<i4").tolist()
-    return found
+    ids: list[int] = np.frombuffer(prompt, "<i4").tolist()
+    return ids
 
 
 async def stop_after_call(
@@ -195,12 +195,12 @@ def end_of_call(renderer: Renderer) -> int | None:
     call = call[call.find("add") :]
     tokens = renderer.added_tokens
     longest_first = sorted(tokens, key=len, reverse=True)
-    found = re.findall("|".join(map(re.escape, longest_first)), call) if tokens else []
+    marks = re.findall("|".join(map(re.escape, longest_first)), call) if tokens else []
     # Within a call, other tokens may separate its arguments.
-    if not found or found.count(found[-1]) > 1 or "2" in call[call.rfind(found[-1]) :]:
+    if not marks or marks.count(marks[-1]) > 1 or "2" in call[call.rfind(marks[-1]) :]:
         raise InvalidRequest(
             f"parallel_tool_calls=false is not possible with the renderer {renderer.name!r}: no "
             "token of their own ends its calls; tool_choice with the name of a tool makes a "
             "single call"
         )
-    return tokens[found[-1]]
+    return tokens[marks[-1]]

@@ -179,17 +179,17 @@ class SGLangRollouts:
 
     def _play(self, prompts: Sequence[Any], options: dict[str, Any]) -> dict[str, list[Any]]:
         assert self._agent is not None
-        found: dict[int, Trajectory] = {}
+        trajectories: dict[int, Trajectory] = {}
         run = self.client.rollout(self._agent, list(prompts), **{**options, **self._rollout})
         for group in run:
-            (found[group.index],) = group.trajectories
-        missing = [i for i in range(len(prompts)) if i not in found]
+            (trajectories[group.index],) = group.trajectories
+        missing = [i for i in range(len(prompts)) if i not in trajectories]
         if missing:
             raise RolloutFailed(
                 f"the agent failed for {len(missing)} of {len(prompts)} prompts, also when it ran "
                 f"again: {run.metrics.samples_lost}"
             )
-        return _of_trajectories([found[i] for i in range(len(prompts))])
+        return _of_trajectories([trajectories[i] for i in range(len(prompts))])
 
 
 def agent_reward(
@@ -245,13 +245,13 @@ def _correct(trainer: Any) -> None:
 def _template(trainer: Any) -> dict[str, Any]:
     """Return the arguments of the chat template, with the trainer's own template."""
     own = getattr(trainer.processing_class, "chat_template", None)
-    found = {"chat_template": own} if isinstance(own, str) else {}
-    return {**found, **trainer.chat_template_kwargs}
+    template = {"chat_template": own} if isinstance(own, str) else {}
+    return {**template, **trainer.chat_template_kwargs}
 
 
 def _sampling(args: Any) -> dict[str, Any]:
     """Return the sampling parameters of a ``GRPOConfig``."""
-    found: dict[str, Any] = {
+    values: dict[str, Any] = {
         "temperature": args.temperature,
         "top_p": args.top_p,
         "top_k": args.top_k or -1,
@@ -259,7 +259,7 @@ def _sampling(args: Any) -> dict[str, Any]:
         "repetition_penalty": args.repetition_penalty,
         "max_new_tokens": args.max_completion_length,
     }
-    return {**found, **(args.generation_kwargs or {})}
+    return {**values, **(args.generation_kwargs or {})}
 
 
 def _of_completions(made: Sequence[Completion]) -> dict[str, list[Any]]:

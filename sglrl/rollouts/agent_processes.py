@@ -305,22 +305,24 @@ class AgentProcesses(DriverListener):
         if away.alone_in is not None:
             self._suspects.discard(away.alone_in)
 
-    def _call_ended(self, away: _Away, found: Item | SglrlError, frames: Sequence[Buffer]) -> None:
+    def _call_ended(
+        self, away: _Away, outcome: Item | SglrlError, frames: Sequence[Buffer]
+    ) -> None:
         self._not_alone(away)
         sample = away.sample
         if self._running.get(sample) is away:
             del self._running[sample]
-            self._on_end(sample, self._end_of(away, found, frames))
+            self._on_end(sample, self._end_of(away, outcome, frames))
 
-    def _end_of(self, away: _Away, found: Item | SglrlError, frames: Sequence[Buffer]) -> End:
-        if isinstance(found, WorkerLost):
-            return self._lost(away, found)
-        if isinstance(found, SglrlError):
-            return Failed(found)
-        if found.kind != ItemKind.DONE:
-            return Failed(error_of(found))
+    def _end_of(self, away: _Away, answer: Item | SglrlError, frames: Sequence[Buffer]) -> End:
+        if isinstance(answer, WorkerLost):
+            return self._lost(away, answer)
+        if isinstance(answer, SglrlError):
+            return Failed(answer)
+        if answer.kind != ItemKind.DONE:
+            return Failed(error_of(answer))
         try:
-            outcome = self._endpoints["run"].result.decode(found.body, frames)
+            outcome = self._endpoints["run"].result.decode(answer.body, frames)
         except ProtocolError as error:
             return Failed(error)
         return self._end_from(away, outcome)
@@ -375,8 +377,8 @@ class AgentProcesses(DriverListener):
         if not self._runs:
             return True
         # Turns of a lost process do not run any more.
-        found = await ask_all(self.driver, self._endpoints["pause"])
-        return self.paused and all(found.values())
+        paused = await ask_all(self.driver, self._endpoints["pause"])
+        return self.paused and all(paused.values())
 
     def resume(self) -> None:
         self.paused = False

@@ -184,16 +184,17 @@ def session_arguments(item: Any) -> Mapping[str, Any]:
     if isinstance(item, list) and item and all(isinstance(m, Mapping) for m in item):
         return {"messages": item}
     if isinstance(item, Mapping):
-        found = prompts_of(item)
-        if len(found) > 1:
+        prompts = prompts_of(item)
+        if len(prompts) > 1:
             raise UsageError(
-                f"this item of the data set has several prompts: {' and '.join(map(repr, found))}; "
-                "remove all but one of them, or set the others to None, or pass open_session=. "
+                "this item of the data set has several prompts: "
+                f"{' and '.join(map(repr, prompts))}; remove all but one of them, or set "
+                "the others to None, or pass open_session=. "
                 f"The item: {item!r:.200}"
             )
-        if found:
-            prompt = found.get("prompt")
-            return {"messages": prompt} if isinstance(prompt, list) else found
+        if prompts:
+            prompt = prompts.get("prompt")
+            return {"messages": prompt} if isinstance(prompt, list) else prompts
     raise UsageError(
         "this item of the data set has no prompt; give it one of "
         f"'prompt', 'messages' and 'input_ids', or pass open_session=. The item: {item!r:.200}"

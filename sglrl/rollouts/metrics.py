@@ -153,9 +153,9 @@ class RolloutMetrics(msgspec.Struct, frozen=True, kw_only=True):
         lost = {reason: self.samples_lost.get(reason, 0) for reason in _LOSSES}
         rates = {"tokens_per_second": self.tokens_per_second}
         step_rates = {"step/tokens_per_second": self.step.tokens_per_second}
-        found = msgspec.structs.asdict(self) | {"samples_lost": lost} | rates | step_rates
+        values = msgspec.structs.asdict(self) | {"samples_lost": lost} | rates | step_rates
         return {
-            prefix + name.replace(" ", "_"): float(value) for name, value in _numbers("", found)
+            prefix + name.replace(" ", "_"): float(value) for name, value in _numbers("", values)
         }
 
 

@@ -204,10 +204,10 @@ class Runner:
                 break
             if plan.begin_again():
                 continue
-            found = items.take(self._tasks.begin)
-            if found is None:
+            item = items.take(self._tasks.begin)
+            if item is None:
                 break
-            plan.begin(*found)
+            plan.begin(*item)
         if items.exhausted and not plan.exhausted:
             plan.exhausted = True
             # Groups that were postponed may begin now.

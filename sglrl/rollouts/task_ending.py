@@ -226,8 +226,8 @@ def _frames(awaited: Any) -> Iterator[FrameType]:
             frame = getattr(awaited, f"{kind}_frame", None)
             if frame is not None:
                 yield frame
-        found = (getattr(awaited, name, None) for name in ("cr_await", "gi_yieldfrom", "ag_await"))
-        awaited = next((inner for inner in found if inner is not None), None)
+        inners = (getattr(awaited, name, None) for name in ("cr_await", "gi_yieldfrom", "ag_await"))
+        awaited = next((inner for inner in inners if inner is not None), None)
 
 
 def _is_ours(frame: FrameType) -> bool:

@@ -220,28 +220,28 @@ def _frozen(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> SamplingMask:
 
 def oldest_of_turns(turns: Iterable[Completion]) -> dict[str, int]:
     """Return the oldest version of each policy that sampled a token of these turns."""
-    found: dict[str, int] = {}
+    oldest: dict[str, int] = {}
     for turn in turns:
         lora = turn.lora
         for chunk in turn.chunks:
             if chunk.ids:
-                found[MODEL] = min(chunk.version, found.get(MODEL, chunk.version))
+                oldest[MODEL] = min(chunk.version, oldest.get(MODEL, chunk.version))
                 if lora is not None:
-                    found[lora] = min(chunk.lora_version, found.get(lora, chunk.lora_version))
-    return found
+                    oldest[lora] = min(chunk.lora_version, oldest.get(lora, chunk.lora_version))
+    return oldest
 
 
 def oldest_of_leaves(leaves: Iterable[Leaf]) -> dict[str, int]:
     """Return the oldest version of each policy that sampled a token of these conversations."""
-    found: list[dict[str, int]] = []
+    versions: list[dict[str, int]] = []
     for leaf in leaves:
         sampled = leaf.versions[leaf.loss_mask]
         if len(sampled):
-            found.append({MODEL: int(sampled.min())})
+            versions.append({MODEL: int(sampled.min())})
         if leaf.lora_versions is not None:
             for turn in leaf.turns:
                 own = leaf.lora_versions[turn.start : turn.stop]
                 own = own[own >= 0]
                 if turn.lora and len(own):
-                    found.append({turn.lora: int(own.min())})
-    return oldest_of(found)
+                    versions.append({turn.lora: int(own.min())})
+    return oldest_of(versions)

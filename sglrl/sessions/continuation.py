@@ -107,9 +107,9 @@ def _thinks(text: str, answer: Message, parsed: str) -> bool:
 
 def _marked(answer: Message, thinks: bool) -> Message:
     """Return the answer with marks in place of its content and its reasoning."""
-    found = {**answer, "content": _MARK}
-    found.pop("reasoning_content", None)
-    return {**found, "reasoning_content": _THOUGHT} if thinks else found
+    marked = {**answer, "content": _MARK}
+    marked.pop("reasoning_content", None)
+    return {**marked, "reasoning_content": _THOUGHT} if thinks else marked
 
 
 def _rendered(render: Render, messages: Sequence[Message]) -> str:

@@ -144,8 +144,8 @@ def _message_of(text: str, dialogue: Dialogue, said: AssistantMessage | None) ->
         return {"role": "assistant", "content": text}
     message = said.as_dict()
     # Messages become a part of trajectories, whose texts are UTF-8.
-    found = {**message, "content": dialogue.begun + message["content"]}
-    clean: dict[str, Any] = without_surrogates(found)
+    whole = {**message, "content": dialogue.begun + message["content"]}
+    clean: dict[str, Any] = without_surrogates(whole)
     return clean
 
 
@@ -191,10 +191,10 @@ def _joined(observed: Sequence[Observation]) -> list[Observation]:
     Adjacent lists arise when a turn fails: one list was observed before the turn, the other while
     it was being sampled.
     """
-    found: list[Observation] = []
+    joined: list[Observation] = []
     for item in observed:
-        if isinstance(item, list) and found and isinstance(found[-1], list):
-            found[-1] = [*found[-1], *item]
+        if isinstance(item, list) and joined and isinstance(joined[-1], list):
+            joined[-1] = [*joined[-1], *item]
         else:
-            found.append(item)
-    return found
+            joined.append(item)
+    return joined

@@ -109,9 +109,9 @@ def number(name: str, value: Any) -> float:
         got = type_of(value) if isawaitable(value) else repr(value)
         raise UsageError(f"{name} must be a number, got {got}")
     try:
-        found = float(value)
+        amount = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError):
         raise UsageError(f"{name} must be a number, got {value!r}") from None
-    if not abs(found) <= MAX_REWARD:
-        raise UsageError(f"{name} must be finite, also in float32; got {found}")
-    return found
+    if not abs(amount) <= MAX_REWARD:
+        raise UsageError(f"{name} must be finite, also in float32; got {amount}")
+    return amount

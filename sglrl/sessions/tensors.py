@@ -262,11 +262,11 @@ def _flat_optional(
         arrays: int32 [r] of each trajectory, over its response, or None.
         missing: the value of all other tokens.
     """
-    found = np.full(int(lengths.sum()), missing, np.int64)
+    flat = np.full(int(lengths.sum()), missing, np.int64)
     for values, end in zip(arrays, lengths.cumsum().tolist(), strict=True):
         if values is not None:
-            found[end - len(values) : end] = values
-    return found
+            flat[end - len(values) : end] = values
+    return flat
 
 
 def _routed(batch: Sequence[TrajectoryArrays], lengths: NDArray[np.int64]) -> NDArray[Any] | None:
@@ -282,13 +282,13 @@ def _routed(batch: Sequence[TrajectoryArrays], lengths: NDArray[np.int64]) -> ND
     if len(kinds) > 1:
         raise UsageError(f"the routed experts of the trajectories have different shapes: {kinds}")
     ((shape, dtype),) = kinds
-    found = np.empty((int(lengths.sum()), *shape), dtype)
-    found[:] = np.arange(shape[-1])
+    routed = np.empty((int(lengths.sum()), *shape), dtype)
+    routed[:] = np.arange(shape[-1])
     for trajectory, end, length in zip(batch, lengths.cumsum(), lengths, strict=True):
         rows = trajectory.routed_experts
         if rows is not None:
-            found[end - length : end - length + len(rows)] = rows
-    return found
+            routed[end - length : end - length + len(rows)] = rows
+    return routed
 
 
 def _mask_ids(batch: Sequence[TrajectoryArrays], layout: Layout) -> Any:

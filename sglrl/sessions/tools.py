@@ -50,7 +50,7 @@ async def run_tools(
 
     See ``Session.run_tools``.
     """
-    found = _by_name(tools)
+    known = _by_name(tools)
     limit = check_timeout(timeout)
     if on_error not in ("observe", "raise"):
         raise UsageError(f'on_error must be "observe" or "raise", got {on_error!r}')
@@ -62,7 +62,7 @@ async def run_tools(
         calls = turn.tool_calls
         if not calls or number == max_turns or not session.room:
             break
-        outcomes = await _run_all([_run(found, call, limit) for call in calls])
+        outcomes = await _run_all([_run(known, call, limit) for call in calls])
         errors = [outcome for outcome in outcomes if isinstance(outcome, ToolError)]
         for error in errors:
             session.metadata.setdefault("tool_errors", []).append(
@@ -86,20 +86,20 @@ async def run_tools(
 
 def _by_name(tools: Mapping[str, Tool] | Sequence[Tool]) -> dict[str, Tool]:
     if isinstance(tools, Mapping):
-        found = dict(tools)
+        named = dict(tools)
     elif not isinstance(tools, Sequence):
         raise UsageError(
             f"tools must be a list of functions, or a mapping of them by name, got {tools!r:.200}; "
             "for one tool, use run_tools([tool])"
         )
     else:
-        found = {getattr(tool, "__name__", repr(tool)): tool for tool in tools}
-        if len(found) < len(tools):
+        named = {getattr(tool, "__name__", repr(tool)): tool for tool in tools}
+        if len(named) < len(tools):
             raise UsageError("two of the tools have the same name")
-    wrong = [name for name, tool in found.items() if not callable(tool)]
+    wrong = [name for name, tool in named.items() if not callable(tool)]
     if wrong:
         raise UsageError(f"the tool {wrong[0]!r} cannot be called")
-    return found
+    return named
 
 
 async def _run_all(runs: Sequence[Any]) -> list[Any]:

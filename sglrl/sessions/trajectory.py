@@ -374,8 +374,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
     @property
     def _decode(self) -> Decode | None:
         """The decoder of the client or of ``load``, which is not a value of the trajectory."""
-        found: Decode | None = self.__dict__.get("decode_with")
-        return found
+        decode: Decode | None = self.__dict__.get("decode_with")
+        return decode
 
     @property
     def text(self) -> str:
@@ -439,11 +439,11 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
     @property
     def named_rewards(self) -> dict[str, float]:
         """The sum of the rewards of each name, before they were weighted, of the branches too."""
-        found: dict[str, float] = {}
+        totals: dict[str, float] = {}
         for leaf in (*self.branches, self):
             for reward in [reward for turn in leaf.turns for reward in turn.rewards]:
-                found[reward.name] = found.get(reward.name, 0.0) + reward.value
-        return found
+                totals[reward.name] = totals.get(reward.name, 0.0) + reward.value
+        return totals
 
     @property
     def oldest_version(self) -> int:

@@ -88,12 +88,12 @@ def load(path: str | os.PathLike[str], *, tokenizer: Any = None) -> list[Traject
                 "read it with the sglrl that wrote it"
             )
         left -= _HEADER.size
-        found: list[Trajectory] = []
+        trajectories: list[Trajectory] = []
         for index in range(count):
             where = f"trajectory {index} of {count}"
             record, left = _next_record(file, left, path, where)
             try:
-                found.append(_decode(record))
+                trajectories.append(_decode(record))
             # The errors that msgspec and numpy raise for malformed bytes. In msgspec 0.19,
             # MsgspecError is not a ValueError.
             except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
@@ -107,9 +107,9 @@ def load(path: str | os.PathLike[str], *, tokenizer: Any = None) -> list[Traject
             text: str = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
             return text
 
-        for trajectory in found:
+        for trajectory in trajectories:
             trajectory.with_decode(decode)
-    return found
+    return trajectories
 
 
 def to_jsonl(path: str | os.PathLike[str], trajectories: Given[Trajectory]) -> None:

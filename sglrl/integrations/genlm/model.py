@@ -85,9 +85,9 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
             client.check_open()
             loop, self._engine = client.requests.driver.loop, client
         self.tokenizer = client.tokenizer
-        found = token_bytes(self.tokenizer)
-        self.byte_vocab = [Token(id_, token) for id_, token in enumerate(found)]
-        self.str_vocab = token_strings(self.tokenizer, found)
+        vocabulary = token_bytes(self.tokenizer)
+        self.byte_vocab = [Token(id_, token) for id_, token in enumerate(vocabulary)]
+        self.str_vocab = token_strings(self.tokenizer, vocabulary)
         self.cache: OrderedDict[bytes, torch.Tensor] | None = None
         if cache_size > 0:
             self.cache = OrderedDict()
@@ -171,8 +171,8 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
             InvalidRequest, Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: as in
                 ``Client.next_token_logprobs``.
         """
-        found = self._ask(self._key(token_ids, lora_name))
-        return found if isinstance(found, torch.Tensor) else await found
+        logprobs = self._ask(self._key(token_ids, lora_name))
+        return logprobs if isinstance(logprobs, torch.Tensor) else await logprobs
 
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Sequence[int]], lora_name: str | None = None
@@ -180,10 +180,10 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         """``next_token_logprobs`` for n prompts: float32 [n, v], also for n = 0."""
         # Check all prompts before the first query is submitted.
         keys = [self._key(token_ids, lora_name) for token_ids in token_ids_list]
-        found = [self._ask(key) for key in keys]
-        waiting = [f for f in found if not isinstance(f, torch.Tensor)]
+        answers = [self._ask(key) for key in keys]
+        waiting = [f for f in answers if not isinstance(f, torch.Tensor)]
         await asyncio.gather(*waiting)
-        rows = [f if isinstance(f, torch.Tensor) else f.result() for f in found]
+        rows = [f if isinstance(f, torch.Tensor) else f.result() for f in answers]
         return await self._work(len(rows) * self._vocab_size, lambda: self._stack(rows))
 
     def next_token_logprobs_sync(
@@ -318,12 +318,12 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         cache = self.cache
         if cache is not None and isinstance(key, bytes):
             try:
-                found = cache[key]
+                logprobs = cache[key]
                 cache.move_to_end(key)
             except KeyError:
                 # The key is missing, or another thread has just emptied the cache.
                 return None
-            return found
+            return logprobs
         return None
 
     def _keep(self, key: bytes, logprobs: torch.Tensor) -> None:
@@ -335,18 +335,18 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
                 cache.popitem(last=False)
 
     def _ask(self, key: Key) -> torch.Tensor | asyncio.Future[torch.Tensor]:
-        found = self._cached(key)
-        return self._queries.ask(key) if found is None else found
+        cached = self._cached(key)
+        return self._queries.ask(key) if cached is None else cached
 
     def _wait(
         self, token_ids_list: Iterable[Sequence[int]], lora_name: str | None
     ) -> list[torch.Tensor]:
         self._loop.check_not_here()
         keys = [self._key(token_ids, lora_name) for token_ids in token_ids_list]
-        found = [self._cached(key) for key in keys]
-        asked = [key for key, cached in zip(keys, found, strict=True) if cached is None]
+        known = [self._cached(key) for key in keys]
+        asked = [key for key, cached in zip(keys, known, strict=True) if cached is None]
         waiting = iter(self._queries.ask_from_thread(asked))
-        return [next(waiting).result() if cached is None else cached for cached in found]
+        return [next(waiting).result() if cached is None else cached for cached in known]
 
     async def _work(self, elements: int, work: Callable[[], _T]) -> _T:
         if elements < _LARGE:

@@ -55,8 +55,8 @@ class _Query:
     def done(self) -> bool:
         return False
 
-    def set_result(self, found: NextTokenLogprobs) -> None:
-        self._queries._found(self, found)
+    def set_result(self, answer: NextTokenLogprobs) -> None:
+        self._queries._found(self, answer)
 
     def set_exception(self, error: SglrlError) -> None:
         self._queries._answer(self, error)
@@ -172,13 +172,13 @@ class Queries:
             except SglrlError as error:
                 self._answer(query, error)
 
-    def _found(self, query: _Query, found: NextTokenLogprobs) -> None:
-        logprobs = torch.from_numpy(found.logprobs)
-        if found.token_ids is not None:
+    def _found(self, query: _Query, answer: NextTokenLogprobs) -> None:
+        logprobs = torch.from_numpy(answer.logprobs)
+        if answer.token_ids is not None:
             likeliest = logprobs
             logprobs = torch.full((self._vocab_size,), -torch.inf)
-            logprobs[torch.from_numpy(found.token_ids).long()] = likeliest
-        if found.version == self._engine.weight_version and isinstance(query.key, bytes):
+            logprobs[torch.from_numpy(answer.token_ids).long()] = likeliest
+        if answer.version == self._engine.weight_version and isinstance(query.key, bytes):
             self._keep(query.key, logprobs)
         self._answer(query, logprobs)
 

@@ -87,22 +87,22 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
     texts = {id_: text for text, id_ in added.items()}
     kinds = _decoders(tokenizer)
     table = _byte_level()
-    found = []
+    vocabulary = []
     for id_, piece in enumerate(tokenizer.convert_ids_to_tokens(range(len(tokenizer)))):
         if id_ in texts:
-            found.append(texts[id_].encode())
+            vocabulary.append(texts[id_].encode())
         elif piece is None:
             # No token has this id.
-            found.append(b"")
+            vocabulary.append(b"")
         elif "ByteLevel" in kinds:
             if not table.keys() >= set(piece):
                 raise ValueError(f"token {id_}, {piece!r}, is not in the byte-level alphabet")
-            found.append(bytes(table[character] for character in piece))
+            vocabulary.append(bytes(table[character] for character in piece))
         elif match := "ByteFallback" in kinds and _HEXADECIMAL.fullmatch(piece):
-            found.append(bytes.fromhex(match[1]))
+            vocabulary.append(bytes.fromhex(match[1]))
         else:
-            found.append((piece.replace(_SPACE, " ") if "Spaces" in kinds else piece).encode())
-    return found
+            vocabulary.append((piece.replace(_SPACE, " ") if "Spaces" in kinds else piece).encode())
+    return vocabulary
 
 
 def _decoders(tokenizer: Any) -> set[str]:
@@ -133,10 +133,10 @@ def _decoders(tokenizer: Any) -> set[str]:
     return kinds
 
 
-def token_strings(tokenizer: Any, found: list[bytes]) -> list[str]:
+def token_strings(tokenizer: Any, vocabulary: list[bytes]) -> list[str]:
     """Return the text of each token, or the tokenizer's name for it if its bytes are not UTF-8."""
     strings = []
-    for id_, token in enumerate(found):
+    for id_, token in enumerate(vocabulary):
         try:
             strings.append(token.decode())
         except UnicodeDecodeError:

@@ -88,7 +88,7 @@ class LoadBalancer:
 
         Each prompt counts as a pending request of its replica.
         """
-        stats = {found.worker: found.engine for found in self._service.client.stats()}
+        stats = {replica.worker: replica.engine for replica in self._service.client.stats()}
         if not stats:
             raise ValueError("No actors available for selection")
         pending = {w: stats[w].running + stats[w].waiting for w in sorted(stats)}
@@ -125,8 +125,8 @@ class LoadBalancer:
                 for task in tasks:
                     task.cancel()
 
-        found: list[Any] = client.wait(all_of_them())
-        return found
+        results: list[Any] = client.wait(all_of_them())
+        return results
 
     def _select(self, prompt: Any, pending: dict[int, int], usage: dict[int, float]) -> int:
         for strategy in self.strategies:
@@ -168,11 +168,11 @@ class LoadBalancer:
             "round_robin_index": self._turn,
             "actor_stats": [
                 {
-                    "actor_index": found.worker,
-                    "pending_requests": found.engine.running + found.engine.waiting,
-                    "cache_usage": found.engine.kv_usage,
+                    "actor_index": replica.worker,
+                    "pending_requests": replica.engine.running + replica.engine.waiting,
+                    "cache_usage": replica.engine.kv_usage,
                 }
-                for found in self._service.client.stats()
+                for replica in self._service.client.stats()
             ],
         }
 
@@ -194,4 +194,4 @@ def _lowest(workers: Iterable[int], load: Callable[[int], tuple[float, ...]]) ->
     """Return a worker of the lowest load, at random if there are several."""
     loads = {worker: load(worker) for worker in workers}
     lowest = min(loads.values())
-    return random.choice([worker for worker, found in loads.items() if found == lowest])
+    return random.choice([worker for worker, one in loads.items() if one == lowest])

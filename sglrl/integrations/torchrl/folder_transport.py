@@ -90,7 +90,9 @@ class FolderTransport:
                     n: TensorDict.load_memmap(str(self.folder / str(n))).flatten_keys(".")
                     for n in since
                 }
-                found = {name: folders[n][name] for name, n in latest.tensors.items() if n in since}
+                tensors = {
+                    name: folders[n][name] for name, n in latest.tensors.items() if n in since
+                }
             except (OSError, RuntimeError):
                 # Two updates were written meanwhile, so a new file refers to other folders.
                 again = self._latest()
@@ -99,7 +101,7 @@ class FolderTransport:
                 latest = again
                 continue
             self.read = latest.number
-            return found
+            return tensors
         return None
 
     def _latest(self) -> _Latest:

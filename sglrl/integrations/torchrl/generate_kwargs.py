@@ -67,7 +67,7 @@ def understood(values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         InvalidRequest: a value has no counterpart in the client, or names contradict each other.
     """
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, value in values.items():
         if value is None or value in _NEUTRAL.get(name, ()):
             continue
@@ -76,21 +76,21 @@ def understood(values: dict[str, Any]) -> dict[str, Any]:
         if name in _NEUTRAL:
             raise InvalidRequest(f"{name}={value!r}: SGLang has nothing of the kind")
         if name == "lora_request":
-            found["lora"] = _adapter(value)
+            arguments["lora"] = _adapter(value)
         elif name not in _WITHOUT_EFFECT:
-            found[name] = value
-    if {"lora", "lora_request"} <= values.keys() and found.get("lora") != values["lora"]:
+            arguments[name] = value
+    if {"lora", "lora_request"} <= values.keys() and arguments.get("lora") != values["lora"]:
         raise InvalidRequest("lora and lora_request name different adapters")
     if values.get("do_sample") is False:
-        found["temperature"] = 0.0
-    if found.get("top_k") == 0:
+        arguments["temperature"] = 0.0
+    if arguments.get("top_k") == 0:
         # 0 means all tokens in SGLang and TorchRL.
-        found["top_k"] = -1
-    if "stop_sequences" in found:
-        if "stop" in found:
+        arguments["top_k"] = -1
+    if "stop_sequences" in arguments:
+        if "stop" in arguments:
             raise InvalidRequest("'stop_sequences' and another name for 'stop' were both given")
-        found["stop"] = found.pop("stop_sequences")
-    return found
+        arguments["stop"] = arguments.pop("stop_sequences")
+    return arguments
 
 
 def _adapter(request: Any) -> str:

@@ -81,23 +81,23 @@ class InputReader(msgspec.Struct, frozen=True, kw_only=True):
                     encoded = self.tokenizer(text, add_special_tokens=False)
                     ids = torch.tensor(encoded["input_ids"])
                 else:
-                    found = rendered.apply_chat_template(
+                    result = rendered.apply_chat_template(
                         tokenize=True,
                         return_dict=True,
                         return_assistant_tokens_mask=True,
                         **template,
                     )
-                    ids = _tensor(found.get("input_ids"))
-                    mask = found.get("assistant_masks").bool().cpu()
+                    ids = _tensor(result.get("input_ids"))
+                    mask = result.get("assistant_masks").bool().cpu()
             samples.append(Sample(ids, text=text, history=history, assistant_mask=mask))
         return samples
 
     def _known_tokens(self, inputs: Sequence[TensorDictBase]) -> list[torch.Tensor] | None:
         for name in ("prompt", "full"):
-            found = [row.get((self.tokens_key, name), None) for row in inputs]
-            if all(ids is not None for ids in found):
-                masks = unpad(found, None, self.padding_value, self.pad_ends_texts)
-                return [_tensor(ids)[m] for ids, m in zip(found, masks, strict=True)]
+            tokens = [row.get((self.tokens_key, name), None) for row in inputs]
+            if all(ids is not None for ids in tokens):
+                masks = unpad(tokens, None, self.padding_value, self.pad_ends_texts)
+                return [_tensor(ids)[m] for ids, m in zip(tokens, masks, strict=True)]
         return None
 
     def _texts(self, inputs: Sequence[TensorDictBase]) -> list[Sample]:
@@ -128,20 +128,21 @@ class InputReader(msgspec.Struct, frozen=True, kw_only=True):
         ]
 
     def _tokens(self, inputs: Sequence[TensorDictBase]) -> list[Sample]:
-        found = [_tensor(row.get(self.input_key)) for row in inputs]
+        tokens = [_tensor(row.get(self.input_key)) for row in inputs]
         keys = ((self.masks_key, "all_attention_mask"), self.attention_mask_key)
         given: list[Any] | None = None
         for key in keys:
             values = [row.get(key, None) for row in inputs]
             if all(
-                m is not None and m.shape == ids.shape for m, ids in zip(values, found, strict=True)
+                m is not None and m.shape == ids.shape
+                for m, ids in zip(values, tokens, strict=True)
             ):
                 given = values
                 break
-        masks = unpad(found, given, self.padding_value, self.pad_ends_texts)
+        masks = unpad(tokens, given, self.padding_value, self.pad_ends_texts)
         assistant = self._given_assistant_masks(inputs)
         samples = []
-        for ids, mask, theirs in zip(found, masks, assistant, strict=True):
+        for ids, mask, theirs in zip(tokens, masks, assistant, strict=True):
             if theirs is not None:
                 theirs = theirs[mask] if theirs.shape == mask.shape else None
             # Scored tokens keep their positions in the padded row, so results match the input.

@@ -113,14 +113,14 @@ def _paddings(samples: Sequence[Sample]) -> tuple[_Place, _Place]:
     def left(i: int, values: torch.Tensor, fill: Any) -> torch.Tensor:
         mask = places[i]
         assert mask is not None
-        found = values.new_full((len(mask), *values.shape[1:]), fill)
-        found[mask] = values
-        return found
+        padded_values = values.new_full((len(mask), *values.shape[1:]), fill)
+        padded_values[mask] = values
+        return padded_values
 
     def right(i: int, values: torch.Tensor, fill: Any) -> torch.Tensor:
-        found = values.new_full((most,), fill)
-        found[: len(values)] = values
-        return found
+        padded_values = values.new_full((most,), fill)
+        padded_values[: len(values)] = values
+        return padded_values
 
     return left, right
 
@@ -153,16 +153,16 @@ def _containers(
                 response=logprobs, full=torch.cat([unknown, logprobs]), padded=flag
             )
     masks = Masks(all_attention_mask=attention, all_assistant_mask=assistant, padded=flag)
-    found = [(keys.tokens, tokens), (keys.masks, masks)]
+    containers = [(keys.tokens, tokens), (keys.masks, masks)]
     if keys.log_probs is not None:
-        found.append((keys.log_probs, log_probs))
+        containers.append((keys.log_probs, log_probs))
     if keys.text is not None:
-        found.append((keys.text, _text(sample)))
+        containers.append((keys.text, _text(sample)))
     if keys.history is not None:
-        found.append((keys.history, _history(sample)))
+        containers.append((keys.history, _history(sample)))
     if sample.logits is not None:
-        found.append(("logits", left(i, sample.logits, 0.0)))
-    return found
+        containers.append(("logits", left(i, sample.logits, 0.0)))
+    return containers
 
 
 def _text(sample: Sample) -> Text:

@@ -215,10 +215,10 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
             self._check_actor(actor_index)
             arguments["worker"] = actor_index
         arguments[what] = inputs
-        found = self.completions(**arguments)
+        groups = self.completions(**arguments)
         results = [
             result(completion, return_text)
-            for group in found
+            for group in groups
             for completion in (group if n > 1 else [group])
         ]
         return results[0] if single and n == 1 else results
@@ -274,8 +274,8 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
         """Return dtype and shape of every tensor of a weight update, by Hugging Face name."""
         return {
-            name: (getattr(torch, found.dtype), torch.Size(found.shape))
-            for name, found in self.client.model_metadata().items()
+            name: (getattr(torch, tensor.dtype), torch.Size(tensor.shape))
+            for name, tensor in self.client.model_metadata().items()
         }
 
     def get_master_address(self) -> str:
@@ -340,17 +340,17 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
             RuntimeError: ``init_weight_update_group`` was not called.
             ValueError: the model has no such tensor, or the dtype is unknown or not floating-point.
         """
-        found = getattr(torch, str(dtype).removeprefix("torch."), None)
-        if not isinstance(found, torch.dtype):
+        torch_dtype = getattr(torch, str(dtype).removeprefix("torch."), None)
+        if not isinstance(torch_dtype, torch.dtype):
             raise ValueError(f"dtype must be a torch dtype or its name, got {dtype!r}")
         if not self._group_ready:
             raise RuntimeError(
                 "Weight update group not initialized. Call init_weight_update_group() first."
             )
         known = self.get_model_metadata().get(name)
-        if known is None or known[1] != torch.Size(shape) or not found.is_floating_point:
+        if known is None or known[1] != torch.Size(shape) or not torch_dtype.is_floating_point:
             raise ValueError(
-                f"{name} {tuple(shape)} {found} is not a tensor of this model: {known}"
+                f"{name} {tuple(shape)} {torch_dtype} is not a tensor of this model: {known}"
             )
 
     @staticmethod
@@ -366,20 +366,20 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
         """Return the running and waiting requests of a replica's engine. None: of every replica."""
-        found: int | list[int] = self._of_engines(
+        counts: int | list[int] = self._of_engines(
             lambda engine: engine.running + engine.waiting, actor_index
         )
-        return found
+        return counts
 
     def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
         """Return the used share of a replica's KV cache, 0..1. None: of every replica."""
-        found: float | list[float] = self._of_engines(lambda engine: engine.kv_usage, actor_index)
-        return found
+        shares: float | list[float] = self._of_engines(lambda engine: engine.kv_usage, actor_index)
+        return shares
 
     def _of_engines(self, what: Any, actor_index: int | None) -> Any:
         if actor_index is not None:
             self._check_actor(actor_index)
-        stats = {found.worker: what(found.engine) for found in self.client.stats()}
+        stats = {replica.worker: what(replica.engine) for replica in self.client.stats()}
         if actor_index is not None:
             return stats[actor_index]
         return [stats[index] for index in sorted(stats)]
@@ -401,8 +401,8 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         Raises:
             sglrl.UnknownEndpoint: ``method`` is not a declared endpoint.
         """
-        found: list[Any] = self.client.broadcast(method, *args, timeout=timeout, **(kwargs or {}))
-        return found
+        results: list[Any] = self.client.broadcast(method, *args, timeout=timeout, **(kwargs or {}))
+        return results
 
     def create_load_balancer(
         self,

@@ -125,7 +125,7 @@ def result(completion: Completion, return_text: bool) -> dict[str, Any]:
     mask = completion.sampling_mask
     if mask is not None:
         meta["output_token_sampling_mask"] = [allowed.tolist() for allowed in mask.sets()]
-    found: dict[str, Any] = {"output_ids": ids, "meta_info": meta}
+    answer: dict[str, Any] = {"output_ids": ids, "meta_info": meta}
     if return_text:
-        found["text"] = completion.text
-    return found
+        answer["text"] = completion.text
+    return answer

@@ -265,8 +265,8 @@ class SGLangWeightSender:
         if self._scheme.strategy_name == "state_dict":
             return model.state_dict()
         saved = model.state_dict(keep_vars=True).keys()
-        found = flat(WeightStrategy(extract_as="tensordict").extract_weights(model))
-        return {name: tensor for name, tensor in found.items() if name in saved}
+        tensors = flat(WeightStrategy(extract_as="tensordict").extract_weights(model))
+        return {name: tensor for name, tensor in tensors.items() if name in saved}
 
     def flush_cache(self) -> bool:
         """Empty the replicas' prefix caches. An update does not need this."""

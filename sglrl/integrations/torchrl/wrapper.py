@@ -248,14 +248,14 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         """
         if self.input_key not in tensordict:
             # Deeper keys are internal to a History.
-            found = [
+            given = [
                 key
                 for key in tensordict.keys(include_nested=True)
                 if isinstance(key, str) or len(key) == 2
             ]
             raise ValueError(
                 f"Expected '{self.input_key}' key for {self.input_mode} input mode, but found "
-                f"keys: {found}"
+                f"keys: {given}"
             )
         shape = tensordict.batch_size
         if not shape.numel():
@@ -299,7 +299,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
                 )
             call, sampling = split(given)
         complete = getattr(self.model, "completions", self.client.generate)
-        found = complete(
+        groups = complete(
             input_ids=[prompt.ids.numpy() for prompt in prompts],
             n=n,
             logprobs=self.return_log_probs,
@@ -307,7 +307,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
             **call,
         )
         samples = []
-        for prompt, completions in zip(prompts, found, strict=True):
+        for prompt, completions in zip(prompts, groups, strict=True):
             for completion in completions if n > 1 else [completions]:
                 logprobs = completion.logprobs
                 samples.append(
@@ -324,13 +324,13 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         prompts = self._reader().read(inputs)
         # A row that consists of padding has no tokens to score.
         asked = [prompt.ids.numpy() for prompt in prompts if len(prompt.ids)]
-        found = iter(self.client.score(asked, **self._call) if asked else ())
+        scores = iter(self.client.score(asked, **self._call) if asked else ())
         samples = []
         for prompt in prompts:
             values = torch.zeros(len(prompt.ids))
             if len(values):
                 # The first token has no log-prob. TorchRL's convention is 0.
-                values[1:] = torch.from_numpy(next(found)[1:].copy())
+                values[1:] = torch.from_numpy(next(scores)[1:].copy())
             samples.append(prompt._replace(log_probs=values))
         return samples
 
