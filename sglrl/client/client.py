@@ -35,7 +35,7 @@ from ..inference.tokens import TokenIds, TokenizerBox, check_ids
 from ..sessions.options import SessionKeywords, SessionOptions
 from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
-from ..wire.processes import ClientKeys
+from ..wire.processes import PoolEntry
 from .scores import ScoreMethods
 
 
@@ -153,7 +153,7 @@ class Client(
         return self._server.address
 
     @property
-    def entry(self) -> tuple[str, ClientKeys | None, bool, float | None]:
+    def entry(self) -> PoolEntry:
         """See ``RemoteServer``. Raises ``Closed`` unless the client is open."""
         if self._server is None:
             raise not_started()

@@ -10,7 +10,7 @@ from ..driver.port import PoolPort
 from ..errors import Closed, UsageError
 from ..weights.port import WeightSender
 from ..wire.adapters import LoraInfo
-from ..wire.processes import ClientKeys
+from ..wire.processes import PoolEntry
 from .operations import Operation
 
 _P = TypeVar("_P")
@@ -23,12 +23,8 @@ class RemoteServer(Protocol):
     """The address to pass to ``sglrl.connect``. It contains a secret."""
 
     @property
-    def entry(self) -> tuple[str, ClientKeys | None, bool, float | None]:
-        """The arguments of ``sglrl.connect`` for processes of this machine.
-
-        Returns:
-            ``(address, keys, insecure, heartbeat_timeout)``.
-        """
+    def entry(self) -> PoolEntry:
+        """How processes of this machine connect to the pool."""
         ...
 
     async def close(self) -> None: ...

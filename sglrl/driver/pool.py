@@ -21,7 +21,7 @@ from ..transport.zmq import ZmqRouter
 from ..weights.channel import WeightChannel
 from ..wire.calls import Load, Ready
 from ..wire.engine import EngineInfo
-from ..wire.processes import ClientKeys
+from ..wire.processes import ClientKeys, PoolEntry
 from .driver import Driver
 from .fork_server import tail
 from .launcher import Launcher, LaunchSpec
@@ -130,10 +130,19 @@ class Pool:
             m.reported for m in fabric.members.values() if m.state is READY
         ], fabric.queue.waiting
 
-    @property
-    def connect_options(self) -> tuple[ClientKeys | None, bool, float | None]:
-        config = self._config
-        return self._worker_keys, config.insecure, config.heartbeat_timeout
+    def entry(self, token: str) -> PoolEntry:
+        """Return how other processes of this machine connect to the pool.
+
+        Args:
+            token: the secret of the address, which the pool's ``RemoteServer`` checks.
+        """
+        return PoolEntry(
+            address=f"{self.driver.transport.address}#{token}",
+            keys=self._worker_keys,
+            insecure=self._config.insecure,
+            heartbeat_timeout=self._config.heartbeat_timeout,
+            max_message_bytes=self.driver.max_message_bytes,
+        )
 
     # --- enter ------------------------------------------------------------------------------------
 

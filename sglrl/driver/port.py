@@ -7,7 +7,6 @@ from typing import Protocol
 from ..weights.port import WeightsPort
 from ..wire.calls import Load
 from ..wire.engine import EngineInfo
-from ..wire.processes import ClientKeys
 from .driver import Driver
 from .worker_info import QueueInfo, WorkerInfo
 
@@ -37,11 +36,6 @@ class PoolPort(Protocol):
 
     @property
     def queue(self) -> QueueInfo: ...
-
-    @property
-    def connect_options(self) -> tuple[ClientKeys | None, bool, float | None]:
-        """How other processes of this machine connect: keys, insecure, heartbeat_timeout."""
-        ...
 
     def loads(self) -> tuple[list[Load], int]:
         """Return the load that each ready engine reports, and the number of waiting calls."""

@@ -8,32 +8,15 @@ from typing import Any
 import msgspec
 
 from ..actors.actor import Actor, endpoint
-from ..client.client import Client
 from ..errors import UsageError
 from ..remote.client import client_of
-from ..remote.pool import CONNECT_SECONDS, RemotePool
+from ..remote.pool import RemotePool
 from ..sessions.record import Record
 from ..sessions.trajectory import record_of
-from ..wire.processes import ClientKeys
+from ..wire.processes import PoolEntry
 from .local import LocalGateway
 from .registry import Registry
 from .settings import ProcessPlace, Settings
-
-
-class Target(msgspec.Struct, frozen=True, kw_only=True):
-    """The pool that a gateway serves. The fields are as in ``sglrl.connect``."""
-
-    address: str
-    keys: ClientKeys | None
-    insecure: bool
-    heartbeat_timeout: float | None
-    model: str
-    timeout: float | None
-    max_message_bytes: int
-
-    def __repr__(self) -> str:
-        # The address and the keys hold secrets.
-        return f"<Target, a pool with {self.model}>"
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -46,26 +29,23 @@ class Opened(msgspec.Struct, frozen=True):
 class GatewayProcess(Actor):
     """The actor in each process of a gateway. ``serve`` spawns it."""
 
-    def __init__(self, settings: Settings, target: Target, place: ProcessPlace) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        entry: PoolEntry,
+        model: str,
+        timeout: float | None,
+        place: ProcessPlace,
+    ) -> None:
         self._settings = settings
         self._place = place
-        self._target = target
+        self._client = client_of(RemotePool(entry), model=model, timeout=timeout)
         self._stack = AsyncExitStack()
         self._registry: Registry
 
     async def open(self) -> None:
-        settings, target = self._settings, self._target
-        pool = RemotePool(
-            target.address,
-            keys=target.keys,
-            insecure=target.insecure,
-            connect_timeout=CONNECT_SECONDS,
-            max_message_bytes=target.max_message_bytes,
-            heartbeat_timeout=target.heartbeat_timeout,
-        )
-        made = client_of(pool, target.address, model=target.model, timeout=target.timeout)
-        client: Client = await self._stack.enter_async_context(made)
-        gateway = LocalGateway(client, settings, self._place)
+        client = await self._stack.enter_async_context(self._client)
+        gateway = LocalGateway(client, self._settings, self._place)
         self._registry = (await self._stack.enter_async_context(gateway)).registry
 
     async def close(self) -> None:

@@ -110,14 +110,13 @@ class Gateway:
         self.url = ""
 
     async def __aenter__(self) -> Self:
-        from .process import GatewayProcess, Target
+        from .process import GatewayProcess
         from .server import reserved
 
         client, settings = self._client, self._settings
         # Check here that the tokenizer can be loaded. The same error in a process of the gateway
         # would come with a remote traceback.
         await load_tokenizer(client.requests.box)
-        address, keys, insecure, heartbeat_timeout = client.entry
         async with AsyncExitStack() as stack:
             # The port stays reserved, so that the replacement of a process listens at it too.
             port = stack.enter_context(reserved(settings.host, settings.port)).getsockname()[1]
@@ -126,18 +125,11 @@ class Gateway:
                 folder = make_folder("gateway-")
                 stack.callback(remove_folder, folder, os.getpid())
                 sockets = tuple(os.path.join(folder, str(i)) for i in range(self._count))
-            target = Target(
-                address=address,
-                keys=keys,
-                insecure=insecure,
-                heartbeat_timeout=heartbeat_timeout,
-                model=client.model,
-                timeout=client.timeout,
-                max_message_bytes=client.requests.driver.max_message_bytes,
-            )
             host = client.pool.weights.host
             settings = msgspec.structs.replace(settings, port=port, weights_host=host)
-            arguments = [(settings, target, ProcessPlace(i, sockets)) for i in range(self._count)]
+            of_client = client.entry, client.model, client.timeout
+            places = [ProcessPlace(i, sockets) for i in range(self._count)]
+            arguments = [(settings, *of_client, place) for place in places]
             launch_specs = [
                 launch_spec_of(GatewayProcess, a, replicas=1, window=_WINDOW) for a in arguments
             ]

@@ -12,14 +12,15 @@ from collections.abc import Mapping
 from typing import Any, Final, NoReturn
 
 from ..client.client import Client
-from ..config import HEARTBEAT_TIMEOUT, check_timeout
+from ..config import HEARTBEAT_TIMEOUT, check_heartbeat, check_timeout
 from ..control.operations import Operation
 from ..errors import UnknownAdapter, UsageError
+from ..transport.curve_keys import read_client_keys
 from ..weights.deadline import Deadline, turn
 from ..weights.update_report import UpdateReport
 from ..weights.update_request import UpdateRequest
 from ..wire.adapters import LoraInfo
-from ..wire.processes import ClientKeys
+from ..wire.processes import PoolEntry
 from .pool import CONNECT_SECONDS, RemotePool
 
 
@@ -53,12 +54,10 @@ class RemoteControl:
 
     is_local: Final = False
 
-    def __init__(
-        self, pool: RemotePool, keys: str | os.PathLike[str] | None, insecure: bool
-    ) -> None:
+    def __init__(self, pool: RemotePool) -> None:
         self._pool = pool
         self.adapters = RemoteAdapters(pool)
-        self.sender = _RemoteSender(pool, keys, insecure)
+        self.sender = _RemoteSender(pool)
 
     async def start(self) -> None: ...
 
@@ -80,12 +79,8 @@ class _RemoteSender:
     host.
     """
 
-    def __init__(
-        self, pool: RemotePool, keys: str | os.PathLike[str] | None, insecure: bool
-    ) -> None:
+    def __init__(self, pool: RemotePool) -> None:
         self._pool = pool
-        self._keys = keys
-        self._insecure = insecure
         self._sender: Any = None
         self._connecting = asyncio.Lock()
 
@@ -121,9 +116,9 @@ class _RemoteSender:
                         device=device,
                         host="127.0.0.1" if host is None else host,
                         timeout=deadline.left,
-                        keys=self._keys,
-                        insecure=self._insecure,
-                        heartbeat_timeout=self._pool.heartbeat_timeout,
+                        keys=self._pool.entry.keys,
+                        insecure=self._pool.entry.insecure,
+                        heartbeat_timeout=self._pool.entry.heartbeat_timeout,
                     )
         report: UpdateReport = await self._sender.update_as(weights, request)
         self._pool.weights.set_version(report.version)
@@ -137,13 +132,9 @@ class _RemoteSender:
 class _PoolAddress:
     """The address of the owning pool, which serves all remote clients."""
 
-    def __init__(self, address: str, pool: RemotePool) -> None:
-        self.address = address
-        self._pool = pool
-
-    @property
-    def entry(self) -> tuple[str, ClientKeys | None, bool, float | None]:
-        return self.address, *self._pool.connect_options
+    def __init__(self, entry: PoolEntry) -> None:
+        self.address = entry.address
+        self.entry = entry
 
     async def close(self) -> None: ...
 
@@ -189,37 +180,28 @@ def connect(
             ``heartbeat_timeout`` seconds.
     """
     timeout = check_timeout(timeout)
-    pool = RemotePool(
-        address,
-        keys=keys,
+    entry = PoolEntry(
+        address=address,
+        keys=None if keys is None else read_client_keys(keys),
         insecure=insecure,
-        connect_timeout=connect_timeout,
+        heartbeat_timeout=check_heartbeat(heartbeat_timeout),
         max_message_bytes=max_message_bytes,
-        heartbeat_timeout=heartbeat_timeout,
     )
     path = "" if model is None else os.fspath(model)
-    return client_of(pool, address, model=path, timeout=timeout, keys=keys, insecure=insecure)
+    return client_of(RemotePool(entry, connect_timeout), model=path, timeout=timeout)
 
 
-def client_of(
-    pool: RemotePool,
-    address: str,
-    *,
-    model: str,
-    timeout: float | None,
-    keys: str | os.PathLike[str] | None = None,
-    insecure: bool = False,
-) -> Client:
+def client_of(pool: RemotePool, *, model: str, timeout: float | None) -> Client:
     """Return the client of a pool of another process.
 
     Args:
         model: path of the tokenizer; "": the path in the other process.
-        keys, insecure: the connection of this process's weight sender, see ``connect``.
+        timeout: default for every call, in seconds; None: no limit.
     """
     return Client(
         pool,
-        RemoteControl(pool, keys, insecure),
+        RemoteControl(pool),
         model=model,
         timeout=timeout,
-        serve=lambda client: _PoolAddress(address, pool),
+        serve=lambda client: _PoolAddress(pool.entry),
     )

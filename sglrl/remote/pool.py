@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from ..actors.handles import UnaryCaller
 from ..client.client import Client
-from ..config import check_heartbeat, check_timeout
+from ..config import check_timeout
 from ..control.operations import Operation, operations_of
 from ..core.members import READY, RETIRED
 from ..core.weight_update import Member
@@ -20,13 +20,12 @@ from ..driver.lifetime import Lifetime
 from ..driver.worker_info import QueueInfo, WorkerInfo
 from ..errors import Closed, DeadlineExceeded, UsageError
 from ..transport.addresses import check_address
-from ..transport.curve_keys import read_client_keys
 from ..transport.zmq import ZmqDealer
 from ..weights.update_report import UpdateReport
 from ..wire.calls import PROTOCOL_VERSION, Load
 from ..wire.codec import encode
 from ..wire.engine import EngineInfo
-from ..wire.processes import ClientKeys
+from ..wire.processes import PoolEntry
 from ..wire.remote import Hello, Leave, PoolStatus, Requests
 from ..wire.weights import ModelDescription, Shard
 from .driver import PoolConnection, RemoteDriver
@@ -85,32 +84,27 @@ class RemoteWeights:
 
 
 class RemotePool:
-    """The pool of another process. ``driver.port.PoolPort`` documents the methods."""
+    """The pool of another process. ``driver.port.PoolPort`` documents the methods.
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        keys: str | os.PathLike[str] | ClientKeys | None,
-        insecure: bool,
-        connect_timeout: float,
-        max_message_bytes: int,
-        heartbeat_timeout: float | None,
-    ) -> None:
+    Args:
+        connect_timeout: seconds until the pool must have answered.
+
+    Raises:
+        UsageError: the address is not the address of a pool, or it needs keys, or
+            ``connect_timeout`` is less than 0.
+    """
+
+    def __init__(self, entry: PoolEntry, connect_timeout: float = CONNECT_SECONDS) -> None:
+        address = entry.address
         url, _, token = address.partition("#") if isinstance(address, str) else ("", "", "")
         if not token:
             raise UsageError(f"{address!r} is not the address of a pool; pass client.address")
-        check_address(url, keys=keys is not None, insecure=insecure)
+        check_address(url, keys=entry.keys is not None, insecure=entry.insecure)
         check_timeout(connect_timeout, "connect_timeout")
         self._lifetime = Lifetime(f"the Client connected to {url}")
         self._url, self._token = url, token
-        self._insecure = insecure
-        self._client_keys: ClientKeys | None = None
-        if keys is not None:
-            self._client_keys = keys if isinstance(keys, ClientKeys) else read_client_keys(keys)
+        self.entry = entry
         self._connect_timeout = connect_timeout
-        self._max_message_bytes = max_message_bytes
-        self.heartbeat_timeout = check_heartbeat(heartbeat_timeout)
         self.weights = RemoteWeights(self._ask_by_name)
         self.engine: EngineInfo | None = None
         self._driver: RemoteDriver | None = None
@@ -121,10 +115,6 @@ class RemotePool:
         if self._driver is None:
             raise Closed("the pool has not been started; use 'async with'")
         return self._driver
-
-    @property
-    def connect_options(self) -> tuple[ClientKeys | None, bool, float | None]:
-        return self._client_keys, self._insecure, self.heartbeat_timeout
 
     async def ask(
         self, operation: Operation, arguments: dict[str, Any], limit: float | None
@@ -151,14 +141,14 @@ class RemotePool:
         dealer = self._connect()
         self._lifetime.opened(self)
         self._driver = driver = RemoteDriver(
-            PoolConnection(dealer, self._url), self._max_message_bytes
+            PoolConnection(dealer, self._url), self.entry.max_message_bytes
         )
         driver.on_news = self._on_news
         driver.start()
         self._check_pool_exists()
         try:
             with contextlib.suppress(Closed):  # refused in the handshake: no answer will arrive
-                dealer.send([encode(Hello(PROTOCOL_VERSION, self._max_message_bytes))])
+                dealer.send([encode(Hello(PROTOCOL_VERSION, self.entry.max_message_bytes))])
             async with asyncio.timeout(self._connect_timeout):
                 admitted = await driver.admitted
         except TimeoutError:
@@ -167,7 +157,7 @@ class RemotePool:
         except BaseException:
             await self.close()
             raise
-        driver.max_message_bytes = min(self._max_message_bytes, admitted.max_message_bytes)
+        driver.max_message_bytes = min(self.entry.max_message_bytes, admitted.max_message_bytes)
         self.weights.address = admitted.weights_address
         self.engine = admitted.engine
         self._on_news()
@@ -187,15 +177,15 @@ class RemotePool:
         return ZmqDealer(
             self._url,
             f"client/{self._token}/{secrets.token_hex(8)}".encode(),
-            max_message_bytes=self._max_message_bytes,
-            keys=self._client_keys,
+            max_message_bytes=self.entry.max_message_bytes,
+            keys=self.entry.keys,
             on_break=tell,
-            heartbeat_timeout=self.heartbeat_timeout,
+            heartbeat_timeout=self.entry.heartbeat_timeout,
         )
 
     def _no_answer(self) -> DeadlineExceeded:
         hint = ""
-        if self._client_keys is not None:
+        if self.entry.keys is not None:
             hint = ", or it does not accept this key"
         elif self._url.startswith("tcp"):
             hint = ", or it needs keys="
@@ -220,9 +210,9 @@ class RemotePool:
         # Before the pool's first answer, a break may be a failed handshake.
         if not self._lifetime.closing and driver.admitted.done() and not driver.fabric.closed:
             reason = _BROKEN
-            if self.heartbeat_timeout is not None and self._url.startswith("tcp"):
+            if self.entry.heartbeat_timeout is not None and self._url.startswith("tcp"):
                 reason += (
-                    f", or nothing arrived from it for {self.heartbeat_timeout:g} s "
+                    f", or nothing arrived from it for {self.entry.heartbeat_timeout:g} s "
                     "(heartbeat_timeout)"
                 )
             driver.lose(reason)

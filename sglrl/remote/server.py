@@ -24,7 +24,7 @@ from ..driver.pool import Pool
 from ..errors import ProtocolError, SglrlError, from_wire
 from ..wire.calls import PROTOCOL_VERSION, Cancel, ItemKind
 from ..wire.codec import Buffer, decode_from_client, encode
-from ..wire.processes import ClientKeys
+from ..wire.processes import PoolEntry
 from ..wire.remote import (
     Answers,
     BytesRead,
@@ -80,8 +80,8 @@ class PoolServer(DriverListener):
         driver.add_listener(self)
 
     @property
-    def entry(self) -> tuple[str, ClientKeys | None, bool, float | None]:
-        return f"{self._driver.transport.address}#{self._token}", *self._pool.connect_options
+    def entry(self) -> PoolEntry:
+        return self._pool.entry(self._token)
 
     def on_loads(self) -> None:
         # A client that has only long calls may receive no other message for a long time.

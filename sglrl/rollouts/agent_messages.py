@@ -14,7 +14,7 @@ from ..inference.sampling import SamplingParams
 from ..sessions.record import Record
 from ..wire.calls import ErrorBody
 from ..wire.codec import readable
-from ..wire.processes import ClientKeys
+from ..wire.processes import PoolEntry
 from .agent import Agent
 
 DONE: Final = "done"
@@ -28,19 +28,15 @@ _OWN: Final = "sglrl."
 class Settings(NamedTuple):
     """All settings that the processes of one run need. They are pickled for their fork server.
 
-    ``address``, ``keys``, ``insecure`` and ``heartbeat_timeout`` are as in ``sglrl.connect``. The
-    fields without a description are those of the run and its client.
+    The fields without a description are those of the run and its client.
 
     Attributes:
         driver: process id of the driver.
+        call_timeout: seconds that each call of the client may take; None: no limit.
     """
 
     driver: int
-    max_message_bytes: int
-    address: str
-    keys: ClientKeys | None
-    insecure: bool
-    heartbeat_timeout: float | None
+    entry: PoolEntry
     model: str
     call_timeout: float | None
     agent: Agent | type[Any]
@@ -48,10 +44,6 @@ class Settings(NamedTuple):
     max_staleness: int | None
     session: dict[str, Any]
     gateway: bool | GatewayOptions = False
-
-    def __repr__(self) -> str:
-        # The address and the keys hold secrets.
-        return f"<Settings of a run with {self.model}>"
 
 
 class Outcome(msgspec.Struct, array_like=True, frozen=True):

@@ -134,8 +134,7 @@ class AgentProcesses(DriverListener):
         self.paused = False
         settings = Settings(
             os.getpid(),
-            client.requests.driver.max_message_bytes,
-            *client.entry,
+            client.entry,
             client.model,
             client.timeout,
             config.agent,

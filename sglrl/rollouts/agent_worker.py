@@ -98,20 +98,11 @@ class AgentWorker(Actor):
     async def open(self) -> None:
         # Imported here because a client has sessions, and these are part of this package.
         from ..remote.client import client_of
-        from ..remote.pool import CONNECT_SECONDS, RemotePool
+        from ..remote.pool import RemotePool
 
         settings = self.settings
-        self._pool = RemotePool(
-            settings.address,
-            keys=settings.keys,
-            insecure=settings.insecure,
-            connect_timeout=CONNECT_SECONDS,
-            max_message_bytes=settings.max_message_bytes,
-            heartbeat_timeout=settings.heartbeat_timeout,
-        )
-        client = client_of(
-            self._pool, settings.address, model=settings.model, timeout=settings.call_timeout
-        )
+        self._pool = RemotePool(settings.entry)
+        client = client_of(self._pool, model=settings.model, timeout=settings.call_timeout)
         self._client = await self._stack.enter_async_context(client)
         self._pool.weights.on_version.add(self._on_version)
         # ``rollout`` recommends these settings for any program. This process applies them itself.

@@ -30,6 +30,7 @@ from ..transport.unclosed import warn_unless_closed
 from ..transport.zmq import ZmqDealer
 from ..wire.calls import ErrorBody
 from ..wire.codec import MALFORMED, Buffer, decode_to_rank, encode
+from ..wire.processes import ClientKeys
 from ..wire.weights import (
     Abort,
     AskChecksums,
@@ -103,7 +104,7 @@ class Sender:
         host: str = "127.0.0.1",
         timeout: float = 60.0,
         max_message_bytes: int = 256 << 20,
-        keys: str | os.PathLike[str] | None = None,
+        keys: str | os.PathLike[str] | ClientKeys | None = None,
         insecure: bool = False,
         heartbeat_timeout: float | None = HEARTBEAT_TIMEOUT,
     ) -> Self:
@@ -133,7 +134,8 @@ class Sender:
             )
         check_address(url, keys=keys is not None, insecure=insecure)
         heartbeat_timeout = check_heartbeat(heartbeat_timeout)
-        pair = None if keys is None else read_client_keys(keys)
+        if keys is not None and not isinstance(keys, ClientKeys):
+            keys = read_client_keys(keys)
 
         import torch
 
@@ -162,7 +164,7 @@ class Sender:
             url,
             identity,
             max_message_bytes=max_message_bytes,
-            keys=pair,
+            keys=keys,
             on_break=tell,
             heartbeat_timeout=heartbeat_timeout,
         )

@@ -83,6 +83,20 @@ class ClientKeys(msgspec.Struct, frozen=True, kw_only=True):
         return [("driver", self.driver), ("public", self.public)]
 
 
+class PoolEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """How a process connects to a pool. The fields are the arguments of ``sglrl.connect``."""
+
+    address: str
+    keys: ClientKeys | None
+    insecure: bool
+    heartbeat_timeout: float | None
+    max_message_bytes: int
+
+    def __repr__(self) -> str:
+        # The address and the keys hold secrets.
+        return "<PoolEntry>"
+
+
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One worker process.
 
