@@ -14,7 +14,7 @@ from ..core.members import DRAINING, STALE, STARTING, SYNCING
 from ..driver.driver import Driver
 from ..errors import DeadlineExceeded, UsageError, WeightsLost
 from ..weights.channel import WeightChannel
-from ..weights.deadline import Deadline
+from ..weights.deadline import Deadline, turn
 from ..wire.engine import SLEEP_TAGS, EngineInfo
 from .client_base import ClientBase
 from .engine_calls import ask_all, tell
@@ -157,14 +157,14 @@ class PoolSleeping(DriverListener):
 
     def _hold(self) -> None:
         """Record why calls wait: the engines sleep, or they wait for weights they gave away."""
-        driver, weights = self._pool.driver, self._pool.weights
+        driver = self._pool.driver
         asleep = f"the engines sleep ({', '.join(sorted(self._asleep))}); await client.wake()"
         driver.hold("sleep", asleep if self._asleep else None)
         gone = (
             "the engines gave their weights away (client.sleep(keep_weights=False)) and wait for "
             "all of them; await client.update_weights(...)"
         )
-        driver.hold("weights", gone if weights.forgotten else None)
+        driver.hold("weights", gone if self._pool.weights.versions.forgotten else None)
 
     async def sleep(
         self, tags: Iterable[str], inflight: str, keep_weights: bool, timeout: float | None
@@ -181,10 +181,11 @@ class PoolSleeping(DriverListener):
             try:
                 await self._until_all_serve(deadline)
                 # Every sleep frees memory that a running update would use.
-                async with self._pool.weights.at_rest(deadline):
+                versions = self._pool.weights.versions
+                async with turn(versions.lock, deadline):
                     if "weights" in wanted - self._asleep:
                         self._kept = keep_weights
-                        self._pool.weights.sleep(kept=keep_weights)
+                        versions.sleep(kept=keep_weights)
                     self._target |= wanted
                     self._asleep |= wanted
                     self._has_slept = True
@@ -204,7 +205,7 @@ class PoolSleeping(DriverListener):
             await self._tell_all("retract", deadline)
             self._asleep = set(self._target)
             if "weights" not in self._asleep:
-                self._pool.weights.wake()
+                self._pool.weights.versions.wake()
             self._hold()
             if not self._asleep:
                 self._idle = False

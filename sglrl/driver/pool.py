@@ -109,12 +109,12 @@ class Pool:
                     id=worker.index,
                     pid=ready.pid if ready else worker.pids.get(0, 0),
                     state=RETIRED if closed else member.state,
-                    weight_version=self.weights.versions.get(worker.index, 0),
+                    weight_version=self.weights.versions.of.get(worker.index, 0),
                     device=ready.device if ready else "",
                     load=member.load,
                     window=member.window,
                     host=self._launcher.host(worker.index),
-                    kept_bytes=self.weights.kept_bytes(worker.index),
+                    kept_bytes=self.weights.kept.sizes.get(worker.index, 0),
                 )
             )
         return infos

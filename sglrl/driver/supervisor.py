@@ -102,7 +102,7 @@ class Supervisor(DriverListener):
         self._folder = folder
         self._keys = keys
         driver.add_listener(self)
-        self._weights.on_updated = self._sync_stale
+        self._weights.versions.on_updated = self._sync_stale
         self.monitor = HangMonitor(driver, self._config.hang_timeout, self._dump, self.expel)
 
     def stop(self) -> None:
@@ -360,7 +360,7 @@ class Supervisor(DriverListener):
         self._driver.hold("stale", None)
         for worker in list(self.workers.values()):
             state = self._driver.fabric.members[worker.index].state
-            if state in (STALE, SYNCING) and self._weights.is_current(worker.index):
+            if state in (STALE, SYNCING) and self._weights.versions.is_current(worker.index):
                 self._driver.workers.serve(worker.index)
                 worker.settled.set()
             elif state is STALE:

@@ -5,16 +5,20 @@ Its weights come from another worker, from the memory of its host, or again from
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+import msgspec
+
 from ..errors import ModelError, SglrlError
+from ..wire.weights import PeerCopyOffer, ReceivePeerCopy, SendPeerCopy
 from .deadline import Deadline
 from .kept import Kept
-from .peers import PeerCopies
+from .questions import Questions
 from .ranks import Rank, check_alive
 from .safetensors_files import fingerprint, weight_files
 from .update_request import UpdateRequest
@@ -24,12 +28,14 @@ logger = logging.getLogger("sglrl.weights")
 Copy = Callable[[Deadline], Awaitable[bool]]
 ReadFiles = Callable[[UpdateRequest, Sequence[Rank]], Awaitable[SglrlError | None]]
 
+_offer = msgspec.msgpack.Decoder(PeerCopyOffer)
+_received = msgspec.msgpack.Decoder(None)
+
 
 class CatchUp:
     """Brings workers to the version of the pool, one at a time.
 
     Args:
-        copies: copies weights between workers.
         kept: the weights that hosts keep.
         host: ``host(worker)`` returns the name of the worker's host.
         read_files: ``read_files(request, ranks)`` lets ``ranks`` read the files of the last update.
@@ -37,9 +43,9 @@ class CatchUp:
     """
 
     def __init__(
-        self, copies: PeerCopies, kept: Kept, host: Callable[[int], str], read_files: ReadFiles
+        self, questions: Questions, kept: Kept, host: Callable[[int], str], read_files: ReadFiles
     ) -> None:
-        self._copies = copies
+        self._questions = questions
         self._kept = kept
         self._host = host
         self._read_files = read_files
@@ -123,11 +129,58 @@ class CatchUp:
         near: list[tuple[str, Copy]] = []
         far: list[tuple[str, Copy]] = []
         for peer, senders in sorted(peers.items()):
-            copy = partial(self._copies.copy_worker, receivers, senders, version)
+            copy = partial(self._copy_worker, receivers, senders, version)
             (near if self._host(peer) == host else far).append((f"worker {peer}", copy))
         if self._kept.keeps(host, version):
             near.append(("the memory of its host", partial(self._kept.restore, receivers, version)))
         return near + far
+
+    # --- from another worker ----------------------------------------------------------------------
+
+    async def _copy_worker(
+        self, receivers: Sequence[Rank], senders: Sequence[Rank], version: int, deadline: Deadline
+    ) -> bool:
+        """Copy the weights of all ranks of one worker to the same ranks of another.
+
+        Returns:
+            True.
+
+        Raises:
+            SglrlError: a rank failed. The receiving worker then has weights of no version.
+        """
+        by_rank = {sender.member[1]: sender for sender in senders}
+        # Wait for every rank: a late write must not mix with the next attempt.
+        ends = await asyncio.gather(
+            *(
+                self._copy_rank(receiver, by_rank[receiver.member[1]], version, deadline)
+                for receiver in receivers
+            ),
+            return_exceptions=True,
+        )
+        failed = [end for end in ends if end is not None]
+        # An error that is not ours is a defect, which must not be hidden.
+        for end in sorted(failed, key=lambda end: isinstance(end, SglrlError)):
+            raise end
+        return True
+
+    async def _copy_rank(
+        self, receiver: Rank, sender: Rank, version: int, deadline: Deadline
+    ) -> None:
+        """Copy the weights of one rank to another. When one of them fails, both stop."""
+        try:
+            offer = await self._questions.ask(
+                sender, lambda id_: SendPeerCopy(id_, deadline.left), _offer, deadline, receiver
+            )
+            await self._questions.ask(
+                receiver,
+                lambda id_: ReceivePeerCopy(id_, version, offer, deadline.left),
+                _received,
+                deadline,
+                sender,
+            )
+        except BaseException:
+            self._questions.cancel_copies(sender, receiver)
+            raise
 
 
 def _is_there(request: UpdateRequest, version: int) -> bool:

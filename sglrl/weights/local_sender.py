@@ -37,6 +37,7 @@ class LocalSender:
 
     def __init__(self, channel: WeightChannel) -> None:
         self._channel = channel
+        self._updates = channel.updates
         self._turn = asyncio.Lock()
         """Held by a call that uses or replaces ``_end``."""
         self._end: Any = None
@@ -47,7 +48,7 @@ class LocalSender:
 
     def _forget_end(self) -> None:
         if self._end is not None:
-            self._channel.forget(self._end)
+            self._updates.group.forget(self._end)
             self._end.close()
             self._end = None
 
@@ -56,7 +57,7 @@ class LocalSender:
         deadline = Deadline(check_timeout(timeout))
         async with turn(self._turn, deadline):
             end = await self._ending(device, host, [], deadline)
-            return await self._channel.join(end, deadline)
+            return await self._updates.join(end, deadline)
 
     async def update(
         self,
@@ -74,7 +75,7 @@ class LocalSender:
         request.check(self._channel.version)
         deadline = Deadline(request.timeout, request.begun)
         given = take(weights)
-        wanted = await self._channel.describe(deadline.left)
+        wanted = await self._updates.describe(deadline)
         if self._manifest is None:
             self._manifest = Manifest()
         tensors = self._manifest.take(given.named, wanted)
@@ -89,7 +90,7 @@ class LocalSender:
                 tensors, given.ready, specs, request.bucket_bytes, request.check_finite
             )
             try:
-                return await self._channel.update(request, end, lambda: end.load(payload))
+                return await self._updates.update(request, end, lambda: end.load(payload))
             finally:
                 end.unload(payload)
 
@@ -97,38 +98,38 @@ class LocalSender:
         """Update the workers from a folder. They read its safetensors files themselves."""
         request.check(self._channel.version)
         deadline = Deadline(request.timeout, request.begun)
-        wanted = await self._channel.describe(deadline.left)
+        wanted = await self._updates.describe(deadline)
         loop = asyncio.get_running_loop()
-        found, seen = await loop.run_in_executor(None, _read_folder, path)
+        files, seen = await loop.run_in_executor(None, _read_folder, path)
         dtypes = {spec.name: spec.dtype for spec in wanted.tensors}
         specs = []
-        for name, dtype, shape in ((s.name, s.dtype, s.shape) for s in found.specs):
+        for name, dtype, shape in ((s.name, s.dtype, s.shape) for s in files.specs):
             if name not in dtypes and (name in wanted.ignored or is_computed(name)):
                 continue
             if dtype not in FLOAT_BYTES:
-                raise InvalidWeights(f"{name} in {found.file_of[name]} holds {dtype}, not floats")
+                raise InvalidWeights(f"{name} in {files.file_of[name]} holds {dtype}, not floats")
             specs.append(TensorSpec(name, dtypes.get(name, dtype), shape))
-        tied = [n for n in wanted.tied if n in found.file_of and n not in dtypes]
+        tied = [n for n in wanted.tied if n in files.file_of and n not in dtypes]
         try:
             if tied:
-                await self._check_tied_files(found, tied, wanted, deadline)
+                await self._check_tied_files(files, tied, wanted, deadline)
             request = msgspec.structs.replace(
-                request.with_specs(specs), folder=str(found.files[0].parent), seen=seen
+                request.with_specs(specs), folder=str(files.files[0].parent), seen=seen
             )
-            return await self._channel.update(request, None)
+            return await self._updates.update(request, None)
         except InvalidWeights as error:
-            raise InvalidWeights(found.naming_files(error.message)) from None
+            raise InvalidWeights(files.naming_files(error.message)) from None
 
     async def _check_tied_files(
-        self, found: Checkpoint, tied: list[str], wanted: ModelDescription, deadline: Deadline
+        self, files: Checkpoint, tied: list[str], wanted: ModelDescription, deadline: Deadline
     ) -> None:
         """Check tensors of files that the engine ties to other tensors, as ``update`` does."""
         from .tensor_source import Manifest, Taken
         from .verification import check_ties
 
-        names = [n for n in {*tied, *(wanted.tied[n] for n in tied)} if n in found.file_of]
+        names = [n for n in {*tied, *(wanted.tied[n] for n in tied)} if n in files.file_of]
         loop = asyncio.get_running_loop()
-        read = await loop.run_in_executor(None, lambda: [(n, found.read(n)) for n in names])
+        read = await loop.run_in_executor(None, lambda: [(n, files.read(n)) for n in names])
         manifest = Manifest()
         manifest.take(read, wanted)
         ask = self._channel.checksums
@@ -138,24 +139,24 @@ class LocalSender:
         from .bucket_sender import SendingEnd, sending_device
 
         host = self._channel.host if host is None else host
-        backend = (await self._channel.settings(deadline.left)).device
+        backend = (await self._updates.settings(deadline)).device
         if self._end is not None and device is None and self._end.host == host:
             return self._end
-        found = sending_device(device, tensors, backend)
-        if self._end is None or self._end.device != found or self._end.host != host:
+        device = sending_device(device, tensors, backend)
+        if self._end is None or self._end.device != device or self._end.host != host:
             end: Any = None
 
             def answer(message: Any) -> None:
-                self._channel.sender_answered(end, message)
+                self._updates.sender_answered(end, message)
 
-            end = SendingEnd(found, host, answer)
+            end = SendingEnd(device, host, answer)
             self._forget_end()
             self._end = end
         return self._end
 
 
 def _read_folder(path: Any) -> tuple[Checkpoint, list[Any]]:
-    found = read_checkpoint(path)
-    if not found.specs:
+    files = read_checkpoint(path)
+    if not files.specs:
         raise InvalidWeights(f"no tensors are given: the files in {path} are empty")
-    return found, fingerprint(found.files)
+    return files, fingerprint(files.files)

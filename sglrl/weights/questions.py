@@ -5,28 +5,31 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 
 from ..core.manifest import merged
-from ..core.weight_update import Member
-from ..errors import DeadlineExceeded, WorkerLost
+from ..core.weight_update import SENDER, Member
+from ..errors import DeadlineExceeded, ProtocolError, SglrlError, WorkerLost, from_wire
+from ..wire.calls import ErrorBody
+from ..wire.codec import MALFORMED
 from ..wire.weights import (
+    CancelCopy,
     Checksums,
     Describe,
     ModelDescription,
     RankAnswer,
-    RankSettings,
     Shard,
     ToRank,
 )
-from .answers import body_of, error_of
 from .deadline import Deadline
 from .ranks import Rank, Ranks, lost_error
 
+T = TypeVar("T")
+
 _described = msgspec.msgpack.Decoder(ModelDescription)
-_pieces = msgspec.msgpack.Decoder(list[Shard])
+_shards = msgspec.msgpack.Decoder(list[Shard])
 
 
 class _Question(NamedTuple):
@@ -44,23 +47,14 @@ class Questions:
     """The questions that ranks have not answered yet. ``len`` counts them.
 
     A question fails as soon as a rank that it needs is lost.
-
-    Attributes:
-        last_id: the last id that ``new_id`` has returned.
     """
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
         self._open: dict[int, _Question] = {}
-        self.last_id = 0
 
     def __len__(self) -> int:
         return len(self._open)
-
-    def new_id(self) -> int:
-        """Return an id for a message to ranks. Updates use these ids, too."""
-        self.last_id += 1
-        return self.last_id
 
     async def describe(self, deadline: Deadline) -> ModelDescription:
         """Return the tensors of the model. All ranks of one worker describe their part."""
@@ -70,12 +64,12 @@ class Questions:
                 continue
             first = [rank for rank in ranks if rank.worker == ranks[0].worker]
             try:
-                answers = await asyncio.gather(
-                    *(self.ask(rank, Describe, deadline) for rank in first)
+                parts = await asyncio.gather(
+                    *(self.ask(rank, Describe, _described, deadline) for rank in first)
                 )
             except WorkerLost:
                 continue
-            return merged([body_of(_described, answer) for answer in answers])
+            return merged(parts)
 
     async def checksums(self, names: list[str], deadline: Deadline) -> dict[Member, list[Shard]]:
         """Return checksums of live tensor shards by rank.
@@ -84,37 +78,33 @@ class Questions:
             WorkerLost: no worker is left.
         """
         ranks = await self._ranks.greeted(deadline)
-        found: dict[Member, list[Shard]] = {}
+        shards: dict[Member, list[Shard]] = {}
 
         async def ask(rank: Rank) -> None:
             # A lost worker has no weights, so it is left out.
             with contextlib.suppress(WorkerLost):
-                answer = await self.ask(rank, lambda id_: Checksums(id_, names), deadline)
-                found[rank.member] = body_of(_pieces, answer)
+                shards[rank.member] = await self.ask(
+                    rank, lambda id_: Checksums(id_, names), _shards, deadline
+                )
 
         await asyncio.gather(*map(ask, ranks))
-        if not found:
+        if not shards:
             raise WorkerLost("no worker is left that could be asked")
-        return found
-
-    async def settings(self, deadline: Deadline) -> RankSettings:
-        """Return the settings of the first rank, which its ``RankHello`` contains."""
-        ranks = await self._ranks.greeted(deadline)
-        if not ranks:
-            raise WorkerLost("no worker is left")
-        return ranks[0].settings
+        return shards
 
     async def ask(
         self,
         rank: Rank,
         make: Callable[[int], ToRank],
+        decoder: msgspec.msgpack.Decoder[T],
         deadline: Deadline,
         other: Rank | None = None,
-    ) -> RankAnswer:
-        """Send a message to ``rank`` and return the answer.
+    ) -> T:
+        """Send a message to ``rank`` and return the body of the answer.
 
         Args:
             make: returns the message for an id.
+            decoder: decodes the body.
             other: the rank that needs the answer, if any.
 
         Raises:
@@ -125,7 +115,7 @@ class Questions:
         needs = (rank,) if other is None else (rank, other)
         for needed in needs:
             needed.check()
-        id_ = self.new_id()
+        id_ = self._ranks.new_id()
         question = _Question(asyncio.get_running_loop().create_future(), needs)
         self._open[id_] = question
         try:
@@ -140,7 +130,12 @@ class Questions:
             del self._open[id_]
         if answer.error is not None:
             raise error_of(answer.error)
-        return answer
+        return body_of(decoder, answer)
+
+    def cancel_copies(self, *ranks: Rank) -> None:
+        """Stop the copies of weights that these ranks send or receive."""
+        for rank in ranks:
+            self._ranks.send(rank, CancelCopy())
 
     def answered(self, rank: Rank, answer: RankAnswer) -> bool:
         """Handle an answer of a rank. Return False if it does not belong to a question."""
@@ -153,7 +148,7 @@ class Questions:
 
     def is_late(self, id_: int) -> bool:
         """Return True if a message had this id, and is not an open question."""
-        return 0 < id_ <= self.last_id and id_ not in self._open
+        return 0 < id_ <= self._ranks.last_id and id_ not in self._open
 
     def lost(self, ranks: Iterable[Rank]) -> None:
         """Fail every question that needs one of these lost ranks."""
@@ -166,3 +161,21 @@ class Questions:
         """Cancel all questions."""
         for question in self._open.values():
             question.answer.cancel()
+
+
+def body_of(decoder: msgspec.msgpack.Decoder[T], answer: RankAnswer) -> T:
+    """Return the decoded body of an answer.
+
+    Raises:
+        ProtocolError: the body does not have the decoder's type.
+    """
+    try:
+        return decoder.decode(answer.body)
+    except MALFORMED as error:
+        raise ProtocolError(f"a malformed answer to {answer.phase!r}: {error}") from None
+
+
+def error_of(body: ErrorBody, member: Member | None = None) -> SglrlError:
+    """Return the error that an answer reports. Its message names the worker of ``member``."""
+    who = f"worker {member[0]}: " if member is not None and member != SENDER else ""
+    return from_wire(body.kind, who + body.message, body.traceback)

@@ -78,9 +78,22 @@ class Ranks:
 
     Args:
         is_up: ``is_up(worker)`` returns True if the worker has reported ready and is not lost.
+
+    Attributes:
+        expel: ``expel(worker, reason)`` kills a worker's processes.
+        host: ``host(worker)`` returns the name of the worker's host.
+        last_id: the last id that ``new_id`` has returned.
     """
 
-    def __init__(self, is_up: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        expel: Callable[[int, str], None],
+        is_up: Callable[[int], bool],
+        host: Callable[[int], str],
+    ) -> None:
+        self.expel = expel
+        self.host = host
+        self.last_id = 0
         self._is_up = is_up
         self._driver: DriverPort | None = None
         self._by_member: dict[Member, Rank] = {}
@@ -129,6 +142,11 @@ class Ranks:
         A worker that is still starting gets the weights once it is up: see ``WeightChannel.sync``.
         """
         return [rank for _, rank in sorted(self._by_member.items()) if self._is_up(rank.worker)]
+
+    def new_id(self) -> int:
+        """Return an id for a message to ranks."""
+        self.last_id += 1
+        return self.last_id
 
     def send(self, rank: Rank, message: ToRank) -> None:
         """Send a message to a rank, unless the rank is lost."""

@@ -7,18 +7,17 @@ import hmac
 import secrets
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
-from ..core.weight_update import Member
+from ..config import check_timeout
 from ..errors import SglrlError, WeightUpdateError
 from ..wire.calls import ErrorBody
 from ..wire.codec import encode
 from ..wire.weights import (
     AskChecksums,
     LiveChecksums,
-    ModelDescription,
     Propose,
     Proposed,
     RankAnswer,
@@ -26,40 +25,20 @@ from ..wire.weights import (
     RankSettings,
     SenderAccepted,
     SenderClosed,
-    Shard,
     TensorSpec,
     ToRank,
     Withdraw,
 )
+from .deadline import Deadline
 from .ranks import DriverPort
-from .sender_group import SenderGroup
-from .update_report import UpdateReport
 from .update_request import UpdateRequest
+from .updates import Updates
 
 _MAX_SENDERS = 16
 """The maximum number of senders in other processes.
 
 A sender stays admitted until it reports ``SenderClosed``. A crashed sender never reports it.
 """
-
-
-class Channel(Protocol):
-    """The parts of ``WeightChannel`` that a remote source uses."""
-
-    @property
-    def version(self) -> int: ...
-
-    async def describe(self, timeout: float | None) -> ModelDescription: ...
-
-    async def checksums(
-        self, names: list[str], timeout: float | None
-    ) -> dict[Member, list[Shard]]: ...
-
-    async def update(self, request: UpdateRequest, source: RemoteSource) -> UpdateReport: ...
-
-    def sender_answered(self, source: RemoteSource, answer: RankAnswer) -> bool: ...
-
-    def sender_lost(self, source: RemoteSource) -> None: ...
 
 
 class RemoteSource:
@@ -71,12 +50,12 @@ class RemoteSource:
 
     def __init__(
         self,
-        channel: Channel,
+        updates: Updates,
         tell: Callable[[RemoteSource, ToRank], None],
         identity: bytes,
         settings: RankSettings,
     ) -> None:
-        self._channel = channel
+        self._updates = updates
         self._tell = tell
         self.identity = identity
         self.settings = settings
@@ -97,13 +76,13 @@ class RemoteSource:
 
     async def _welcome(self) -> None:
         try:
-            description = await self._channel.describe(60.0)
+            description = await self._updates.describe(Deadline(60.0))
         except SglrlError as error:
             self.ask(Proposed(0, ErrorBody(type(error).__name__, error.message)))
             return
         self.ask(
             SenderAccepted(
-                self._channel.version,
+                self._updates.versions.current,
                 description.tensors,
                 description.ignored,
                 description.tied,
@@ -114,7 +93,7 @@ class RemoteSource:
     def receive(self, message: Any) -> bool:
         match message:
             case RankAnswer():
-                return self._channel.sender_answered(self, message)
+                return self._updates.sender_answered(self, message)
             case Propose(id=id_):
                 self._id = id_
                 begun = time.perf_counter() - message.waited
@@ -122,7 +101,7 @@ class RemoteSource:
                 task.add_done_callback(lambda task: self._withdrawn(task, id_))
             case RankHello():
                 # The sender checks whether the driver is still there.
-                self.ask(SenderAccepted(self._channel.version, [], []))
+                self.ask(SenderAccepted(self._updates.versions.current, [], []))
             case AskChecksums():
                 self._start(lambda: self._checksums(message))
             case Withdraw(id=id_):
@@ -135,12 +114,13 @@ class RemoteSource:
 
     async def _checksums(self, question: AskChecksums) -> None:
         try:
-            found = await self._channel.checksums(question.names, question.timeout)
+            deadline = Deadline(check_timeout(question.timeout))
+            live = await self._updates.checksums(question.names, deadline)
         except SglrlError as error:
             body = ErrorBody(type(error).__name__, error.message)
             self.ask(LiveChecksums(question.id, error=body))
         else:
-            shards = [shard for shards in found.values() for shard in shards]
+            shards = [shard for shards in live.values() for shard in shards]
             self.ask(LiveChecksums(question.id, shards))
 
     def cancel(self) -> None:
@@ -191,7 +171,7 @@ class RemoteSource:
         if proposal.tensors != self._specs:
             self._specs = proposal.tensors
         try:
-            report = await self._channel.update(request.with_specs(self._specs), self)
+            report = await self._updates.update(request.with_specs(self._specs), self)
         except SglrlError as error:
             self.ask(Proposed(proposal.id, ErrorBody(type(error).__name__, error.message)))
         else:
@@ -199,15 +179,10 @@ class RemoteSource:
 
 
 class RemoteSenders:
-    """The senders in other processes that are admitted. ``len`` counts them.
+    """The senders in other processes that are admitted. ``len`` counts them."""
 
-    Args:
-        group: the current group. Its sender is not dismissed for another sender.
-    """
-
-    def __init__(self, channel: Channel, group: SenderGroup) -> None:
-        self._channel = channel
-        self._group = group
+    def __init__(self, updates: Updates) -> None:
+        self._updates = updates
         self._driver: DriverPort | None = None
         self._address = ""
         self._token = secrets.token_hex(16)
@@ -262,26 +237,29 @@ class RemoteSenders:
         if self._driver is not None and self._driver.send_to_peer(sender.identity, encode(message)):
             return
         self._admitted.pop(sender.identity, None)
-        self._channel.sender_lost(sender)
+        self._updates.sender_lost(sender)
 
     def _admit(self, identity: bytes, settings: RankSettings) -> bool:
-        """Admit a sender. Return False if there are too many busy senders."""
+        """Admit a sender. Return False if there are too many busy senders.
+
+        The sender of the current group is not dismissed for another sender.
+        """
         if len(self._admitted) >= _MAX_SENDERS:
             others = (
                 sender
                 for sender in self._admitted.values()
-                if sender is not self._group.source and not sender.busy
+                if sender is not self._updates.group.source and not sender.busy
             )
             idle = next(others, None)
             if idle is None:
                 return False
             self._dismiss(idle)
-        sender = RemoteSource(self._channel, self._tell, identity, settings)
+        sender = RemoteSource(self._updates, self._tell, identity, settings)
         self._admitted[identity] = sender
         sender.welcome()
         return True
 
     def _dismiss(self, sender: RemoteSource) -> None:
         sender.cancel()
-        self._group.forget(sender)
+        self._updates.group.forget(sender)
         self._admitted.pop(sender.identity, None)

@@ -34,7 +34,7 @@ class Source(Protocol):
     def ask(self, message: ToRank) -> None:
         """Start the work that the message requests.
 
-        The source passes its ``RankAnswer`` to ``WeightChannel.sender_answered`` later.
+        The source passes its ``RankAnswer`` to ``Updates.sender_answered`` later.
         """
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -50,8 +50,8 @@ from ..wire.weights import (
     Stage,
     ToRank,
 )
-from .answers import body_of, error_of
-from .ranks import Rank
+from .questions import body_of, error_of
+from .ranks import Rank, Ranks
 from .sender_group import SenderGroup
 from .update_report import PhaseTimes, UpdateReport
 from .update_request import Source, UpdateRequest
@@ -79,11 +79,9 @@ class UpdateRun:
         version: the version that the workers have after the update.
         source: the sender of the tensors; None: the workers read files.
         ranks: every rank of every worker that takes part.
+        pool: all ranks of the pool. It sends messages to ranks, and kills workers.
         group: the current group. The run forms another one if that is necessary.
         join_only: only form the group.
-        new_id: returns an unused id for messages.
-        send: sends a message to a rank.
-        expel: ``expel(worker, reason)`` kills a worker's processes.
 
     Attributes:
         id: the id of the messages of the current attempt. Each attempt has its own id, so a late
@@ -98,13 +96,11 @@ class UpdateRun:
         source: Source | None,
         ranks: Sequence[Rank],
         *,
+        pool: Ranks,
         group: SenderGroup,
         join_only: bool = False,
-        new_id: Callable[[], int],
-        send: Callable[[Rank, ToRank], None],
-        expel: Callable[[int, str], None],
     ) -> None:
-        self.id = new_id()
+        self.id = pool.new_id()
         self.request = request
         self.version = version
         self.source = source
@@ -123,7 +119,7 @@ class UpdateRun:
         )
         self._ranks = {rank.member: rank for rank in ranks}
         self._group = group
-        self._new_id, self._send, self._expel = new_id, send, expel
+        self._pool = pool
         self._phase = ""
         self._times = PhaseTimes(request.begun)
         self._joins: dict[Member, Join] = {}
@@ -333,7 +329,7 @@ class UpdateRun:
             case Ask(phase=phase, member=member):
                 self._ask(phase, member)
             case Expel(worker=worker, reason=reason):
-                self._expel(worker, reason)
+                self._pool.expel(worker, reason)
             case Ended():
                 if not self._ended.done():
                     self._ended.set_result(effect)
@@ -344,14 +340,14 @@ class UpdateRun:
         message = self._message(phase, member)
         self._unanswered.add((self.id, phase, member))
         if member != SENDER:
-            self._send(self._ranks[member], message)
+            self._pool.send(self._ranks[member], message)
         elif self.source is not None:
             self.source.ask(message)
 
     def _enter(self, phase: str) -> None:
         if self._phase == ABORT:
             # A new attempt begins.
-            self.id = self._new_id()
+            self.id = self._pool.new_id()
         self._phase = phase
         self._times.enter(phase)
         if phase == JOIN:
@@ -395,12 +391,12 @@ class UpdateRun:
         Either all ranks of a worker pause, or none does. The sender gets "bucketed" if any worker
         pauses.
         """
-        found = {
+        modes = {
             self._bodies[rank, PREPARE].mode
             for rank in self.machine.members
             if member == SENDER or rank[0] == member[0]
         }
-        return "bucketed" if "bucketed" in found else "full"
+        return "bucketed" if "bucketed" in modes else "full"
 
     def _cancel_timer(self) -> None:
         if self._timer is not None:

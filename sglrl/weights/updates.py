@@ -11,20 +11,19 @@ from typing import Final
 import msgspec
 
 from ..core.manifest import ManifestCheck, is_whole, known_after
+from ..core.weight_update import Member
 from ..errors import SglrlError, WeightUpdateError, WorkerLost
-from ..wire.weights import ModelDescription
+from ..wire.weights import ModelDescription, RankAnswer, RankSettings, Shard
 from .catch_up import CatchUp
 from .deadline import Deadline, turn
 from .kept import Kept
-from .peers import PeerCopies
 from .questions import Questions
 from .ranks import Rank, Ranks, all_said_hello, check_alive
-from .safekeeping import Safekeeping
 from .sender_group import SenderGroup, check_settings
 from .update_report import UpdateReport
 from .update_request import Source, UpdateRequest
 from .update_run import UpdateRun
-from .versions import UNKNOWN, Versions
+from .versions import Versions
 
 logger = logging.getLogger("sglrl.weights")
 
@@ -35,47 +34,55 @@ _MAX_ATTEMPTS: Final = 3
 class Updates:
     """Runs updates, and brings single workers to the current version.
 
-    Args:
-        host: ``host(worker)`` returns the name of the worker's host.
-        expel: ``expel(worker, reason)`` kills a worker's processes.
-        on_done: called after every update, while its lock is held.
-
     Attributes:
         run: the update that runs.
         group: the current group of a sender and ranks.
+        versions: the version of each worker's weights.
     """
 
-    def __init__(
-        self,
-        versions: Versions,
-        ranks: Ranks,
-        questions: Questions,
-        kept: Kept,
-        safekeeping: Safekeeping,
-        *,
-        host: Callable[[int], str],
-        expel: Callable[[int, str], None],
-        on_done: Callable[[], None],
-    ) -> None:
+    def __init__(self, ranks: Ranks, versions: Versions, questions: Questions, kept: Kept) -> None:
         self.run: UpdateRun | None = None
-        self.group = SenderGroup(host)
-        self._versions = versions
+        self.group = SenderGroup(ranks.host)
+        self.versions = versions
         self._ranks = ranks
         self._questions = questions
         self._kept = kept
-        self._safekeeping = safekeeping
-        self._expel = expel
-        self._on_done = on_done
-        copies = PeerCopies(ranks, questions)
-        self._catch_up = CatchUp(copies, kept, host, self._read_files)
+        self._catch_up = CatchUp(questions, kept, ranks.host, self._read_files)
         self._description: ModelDescription | None = None
         self._fits = ManifestCheck()
+
+    def close(self) -> None:
+        """Give up the running update, the running copy and all questions."""
+        self._kept.interrupt()
+        if self.run is not None:
+            self.run.close()
+        self._questions.close()
+
+    # --- questions of senders ---------------------------------------------------------------------
+
+    async def settings(self, deadline: Deadline) -> RankSettings:
+        """Return the settings of the first rank, which its ``RankHello`` contains."""
+        ranks = await self._ranks.greeted(deadline)
+        if not ranks:
+            raise WorkerLost("no worker is left")
+        return ranks[0].settings
 
     async def describe(self, deadline: Deadline) -> ModelDescription:
         """Return the tensors of the model. Engines are asked once; see ``known_after``."""
         if self._description is None:
             self._description = await self._questions.describe(deadline)
         return self._description
+
+    async def checksums(self, names: list[str], deadline: Deadline) -> dict[Member, list[Shard]]:
+        """Return checksums of live tensor shards by rank. Waits for a running update.
+
+        Raises:
+            UpdateInProgress: the running update does not end in time.
+            WorkerLost: no worker is left.
+        """
+        async with turn(self.versions.lock, deadline):
+            self.versions.check_awake()
+            return await self._questions.checksums(names, deadline)
 
     # --- updates ----------------------------------------------------------------------------------
 
@@ -107,9 +114,9 @@ class Updates:
             WorkerLost: the update was given up, because no worker is left, or because it has lost
                 all workers several times.
         """
-        request.check(self._versions.current)
+        request.check(self.versions.current)
         deadline = Deadline(request.timeout, request.begun)
-        self._safekeeping.interrupt()
+        self._kept.interrupt()
         attempts = 1
         report: UpdateReport | None = None
         try:
@@ -129,18 +136,18 @@ class Updates:
                 request = msgspec.structs.replace(request, wait=True)
                 deadline = Deadline(request.timeout)
         finally:
-            self._safekeeping.begin()
+            self._kept.begin()
 
     async def _until_safe(self, request: UpdateRequest) -> None:
-        self._safekeeping.begin()
+        self._kept.begin()
         if not request.partial:
-            await self._safekeeping.ended()
+            await self._kept.ended()
 
     def _is_available(self, version: int) -> bool:
         """Return whether a worker or a host has this version, or a newer one has replaced it."""
         return (
-            version < self._versions.current
-            or bool(self._versions.holders())
+            version < self.versions.current
+            or bool(self.versions.holders())
             or self._catch_up.has(version)
         )
 
@@ -158,11 +165,11 @@ class Updates:
             done: the report of the same update if it was done before, but no worker has its version
                 any more.
         """
-        async with turn(self._versions.lock, deadline, wait=request.wait):
-            self._versions.check_awake()
+        async with turn(self.versions.lock, deadline, wait=request.wait):
+            self.versions.check_awake()
             if done is not None and self._is_available(done.version):
                 return done
-            version = request.check(self._versions.current) if done is None else done.version
+            version = request.check(self.versions.current) if done is None else done.version
             wanted = await self.describe(deadline)
             # The last await before the run starts, so no rank can be lost in between.
             ranks = await self._ranks.greeted(deadline)
@@ -194,13 +201,13 @@ class Updates:
             WeightUpdateError: no worker can get the weights of the current version.
         """
         for worker in sorted({rank.worker for rank in ranks}):
-            if self._versions.holders():
+            if self.versions.holders():
                 break
             await self.bring([rank for rank in ranks if rank.worker == worker], deadline)
-        current = [rank for rank in self._versions.holders() if rank in ranks]
+        current = [rank for rank in self.versions.holders() if rank in ranks]
         if ranks and not current:
             raise WeightUpdateError(
-                f"no worker has the weights of version {self._versions.current}, so a part of the "
+                f"no worker has the weights of version {self.versions.current}, so a part of the "
                 "weights is not enough; send all of them"
             )
         return current
@@ -214,12 +221,12 @@ class Updates:
             The milliseconds that this took.
         """
         begun = time.perf_counter()
-        async with turn(self._versions.lock, deadline):
+        async with turn(self.versions.lock, deadline):
             ranks = await self._ranks.greeted(deadline)
             if not self.group.consists_of(source, ranks):
                 check_settings(source.settings, ranks)
                 request = UpdateRequest(specs=[], timeout=deadline.left)
-                run = self._new_run(request, self._versions.current, source, ranks, join_only=True)
+                run = self._new_run(request, self.versions.current, source, ranks, join_only=True)
                 error = await self._until_ended(run)
                 if error is not None:
                     raise error
@@ -239,11 +246,9 @@ class Updates:
             version,
             source,
             ranks,
+            pool=self._ranks,
             group=self.group,
             join_only=join_only,
-            new_id=self._questions.new_id,
-            send=self._ranks.send,
-            expel=self._expel,
         )
 
     async def _until_ended(self, run: UpdateRun) -> SglrlError | None:
@@ -261,19 +266,53 @@ class Updates:
 
     def _record(self, run: UpdateRun) -> None:
         """Record a finished update: set the new versions and notify the listeners."""
-        self._versions.current, self._versions.forgotten = run.version, False
+        self.versions.current, self.versions.forgotten = run.version, False
         if self._description is not None and not run.request.partial:
             self._description = known_after(self._description, run.request.specs)
         if run.request.same_version:
             # The other workers and the hosts lack this part.
-            self._versions.of = dict.fromkeys(self._versions.of, UNKNOWN)
+            self.versions.forget()
             self._kept.forget_all()
         for rank in run.left:
             # A lost rank may have a replacement, which does not have the new weights.
             if not rank.lost:
-                self._versions.of[rank.worker] = run.version
+                self.versions.of[rank.worker] = run.version
         self._catch_up.updated(run.request)
-        self._on_done()
+        self.versions.updated()
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def rank_answered(self, rank: Rank, answer: RankAnswer) -> bool:
+        """Handle an answer of a rank. Return False if the answer was not requested."""
+        return (
+            self._questions.answered(rank, answer)
+            or (self.run is not None and self.run.rank_answered(rank, answer))
+            or self._is_late(answer)
+        )
+
+    def sender_answered(self, source: Source, answer: RankAnswer) -> bool:
+        """Handle an answer of a source. Return False if the answer was not requested."""
+        in_run = self.run is not None and self.run.sender_answered(source, answer)
+        return in_run or self._is_late(answer)
+
+    def _is_late(self, answer: RankAnswer) -> bool:
+        """Return True for an answer to a request that has ended, as after a cancelled update."""
+        current = self.run is not None and answer.id == self.run.id
+        return not current and self._questions.is_late(answer.id)
+
+    def lost(self, worker: int, ranks: Sequence[Rank]) -> None:
+        """Handle the loss of a worker, which had these ranks."""
+        self.group.lost(ranks)
+        self._questions.lost(ranks)
+        if self.run is not None:
+            self.run.lost(worker, ranks)
+        # Perhaps only one worker has the current weights now.
+        self._kept.begin()
+
+    def sender_lost(self, source: Source) -> None:
+        """Handle the loss of a source in another process."""
+        if self.run is not None:
+            self.run.sender_lost(source)
 
     # --- single workers ---------------------------------------------------------------------------
 
@@ -292,15 +331,15 @@ class Updates:
         """
         await all_said_hello(mine, deadline)
         check_alive(mine)
-        holders = [rank for rank in self._versions.holders() if rank not in mine]
-        current = self._versions.current
+        holders = [rank for rank in self.versions.holders() if rank not in mine]
+        current = self.versions.current
         if not await self._catch_up.bring(mine, holders, current, deadline):
             return False
         check_alive(mine)
-        self._versions.of[mine[0].worker] = current
+        self.versions.of[mine[0].worker] = current
         return True
 
     async def _read_files(self, request: UpdateRequest, ranks: Sequence[Rank]) -> SglrlError | None:
         """Let ranks read the files of the last update. The other ranks have these weights."""
-        run = self._new_run(request, self._versions.current, None, ranks)
+        run = self._new_run(request, self.versions.current, None, ranks)
         return await self._until_ended(run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Final
 
 from ..errors import UsageError
@@ -22,6 +23,9 @@ class Versions:
         asleep: the memory of the weights is freed or saved elsewhere.
         forgotten: the engines gave their weights away, and no update has followed.
         lock: held by each update, copy and request for checksums.
+        on_version: called when the version has changed.
+        on_updated: called after every update, and when sleeping weights are back. Workers that
+            have the current weights now may serve at once.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -30,6 +34,8 @@ class Versions:
         self.of: dict[int, int] = {}
         self.asleep = self.forgotten = False
         self.lock = asyncio.Lock()
+        self.on_version: set[Callable[[], None]] = set()
+        self.on_updated: Callable[[], None] = lambda: None
 
     def is_current(self, worker: int) -> bool:
         """Return whether a worker has the weights of the last update."""
@@ -38,6 +44,35 @@ class Versions:
     def holders(self) -> list[Rank]:
         """Return the ranks of the workers that are up and have the current weights."""
         return [rank for rank in self._ranks.up if self.is_current(rank.worker)]
+
+    def updated(self) -> None:
+        """Notify the listeners of an update that has ended. The caller holds the lock."""
+        for listener in self.on_version:
+            listener()
+        self.on_updated()
+
+    def forget(self) -> None:
+        """Record that no worker has all weights of the current version."""
+        self.of = dict.fromkeys(self.of, UNKNOWN)
+
+    # --- sleep ------------------------------------------------------------------------------------
+
+    def sleep(self, *, kept: bool) -> None:
+        """Record that the engines give the memory of their weights away. The caller holds the lock.
+
+        Args:
+            kept: ``wake`` brings the weights back. Otherwise the next update must have all of them.
+        """
+        self.asleep = True
+        if not kept:
+            self.forgotten = True
+            self.forget()
+
+    def wake(self) -> None:
+        """Record that the engines have the memory of their weights again."""
+        if self.asleep:
+            self.asleep = False
+            self.on_updated()
 
     def check_awake(self) -> None:
         """Raise ``UsageError`` while the weights are asleep."""

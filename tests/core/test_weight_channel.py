@@ -64,7 +64,7 @@ def played(test: Callable[[Pool], Awaitable[None]]) -> Callable[[], None]:
 @played
 async def test_late_answers_are_not_those_of_the_next_attempt(pool: Pool) -> None:
     sender = Sender(pool, "a")
-    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    update = asyncio.create_task(pool.channel.updates.update(UpdateRequest(specs=SPECS), sender))
     await pool.describes_itself()
     await pool.goes_well(sender, [0, 1], Join, Prepare)
     stages = [await pool.next(who, Stage) for who in (0, 1, "a")]
@@ -105,10 +105,10 @@ async def test_a_short_time_out_ends_nobody_who_commits(pool: Pool) -> None:
     sender = Sender(pool, "a")
     begun = time.monotonic()
     request = UpdateRequest(specs=SPECS, timeout=0.05)
-    update = asyncio.create_task(pool.channel.update(request, sender))
+    update = asyncio.create_task(pool.channel.updates.update(request, sender))
     await pool.goes_well(sender, [0, 1], Join, Prepare, Stage)
     commits = [await pool.next(who, Commit) for who in (0, 1)]
-    run = pool.channel._updates.run
+    run = pool.channel.updates.run
     assert run is not None
     # The timeout has passed.
     run.machine.tick(begun + 0.9 * MIN_COMMIT_SECONDS)
@@ -130,7 +130,7 @@ async def test_what_cannot_be_asked_ends_the_update(pool: Pool) -> None:
             super().ask(message)
 
     sender = Broken(pool, "a")
-    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    update = asyncio.create_task(pool.channel.updates.update(UpdateRequest(specs=SPECS), sender))
     await pool.describes_itself()
     await pool.goes_well(sender, [0, 1], Join, Prepare)
     for who in (0, 1):
@@ -145,12 +145,14 @@ async def test_what_cannot_be_asked_ends_the_update(pool: Pool) -> None:
 @played
 async def test_a_group_is_used_again(pool: Pool) -> None:
     sender = Sender(pool, "a")
-    join = asyncio.create_task(pool.channel.join(sender, Deadline(5.0)))
+    join = asyncio.create_task(pool.channel.updates.join(sender, Deadline(5.0)))
     await pool.goes_well(sender, [0, 1], Join)
     await join
-    await pool.channel.join(sender, Deadline(5.0))
+    await pool.channel.updates.join(sender, Deadline(5.0))
     for version in (1, 2):
-        update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+        update = asyncio.create_task(
+            pool.channel.updates.update(UpdateRequest(specs=SPECS), sender)
+        )
         if version == 1:
             await pool.describes_itself()
         await pool.goes_well(sender, [0, 1], Prepare, Stage, Commit)
@@ -163,8 +165,8 @@ async def test_a_manifest_that_a_rank_has_is_not_sent_again(pool: Pool) -> None:
     same, other = UpdateRequest(specs=SPECS), UpdateRequest(specs=[*SPECS])
 
     async def begin(request: UpdateRequest) -> tuple[asyncio.Task[Any], list[Prepare]]:
-        update = asyncio.create_task(pool.channel.update(request, sender))
-        if pool.channel._updates._description is None:
+        update = asyncio.create_task(pool.channel.updates.update(request, sender))
+        if pool.channel.updates._description is None:
             await pool.describes_itself()
             await pool.goes_well(sender, [0, 1], Join)
         return update, [await pool.next(who, Prepare) for who in (0, 1)]
@@ -204,7 +206,7 @@ async def test_a_manifest_that_a_rank_has_is_not_sent_again(pool: Pool) -> None:
     pool.identities[identity] = 1
     pool.channel.add_rank(1, 0, identity)
     pool.on_peer(identity, encode(RankHello(SETTINGS)))
-    update = asyncio.create_task(pool.channel.update(same, sender))
+    update = asyncio.create_task(pool.channel.updates.update(same, sender))
     for who, kind in ((0, Join), (1, Join), ("a", Join), (0, Prepare), (1, Prepare)):
         message = await pool.next(who, kind)
         if kind is Join and who == 1:
@@ -229,7 +231,7 @@ async def test_late_answers_to_a_cancelled_update_are_expected(pool: Pool) -> No
     """They are not reported as messages of a stranger. Other answers are."""
     sender = Sender(pool, "a")
     identity = rank_identity(b"w0", 0)
-    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    update = asyncio.create_task(pool.channel.updates.update(UpdateRequest(specs=SPECS), sender))
     await pool.describes_itself()
     await pool.goes_well(sender, [0, 1], Join, Prepare)
     stages = [await pool.next(who, Stage) for who in (0, 1, "a")]
@@ -240,7 +242,7 @@ async def test_late_answers_to_a_cancelled_update_are_expected(pool: Pool) -> No
     # The ranks and the sender were in a broadcast, which ends now.
     for late in (answer(stages[0]), answer(stages[0], NO)):
         assert pool.on_peer(identity, encode(late))
-        assert pool.channel.sender_answered(sender, late)
+        assert pool.channel.updates.sender_answered(sender, late)
     question = asyncio.create_task(pool.channel.checksums(["w"], 0.001))
     asked = await pool.next(0, Checksums)
     await pool.next(1, Checksums)
@@ -250,7 +252,7 @@ async def test_late_answers_to_a_cancelled_update_are_expected(pool: Pool) -> No
     assert pool.on_peer(identity, encode(shards))
     for never in (asked.id + 99, 0, -1):
         assert not pool.on_peer(identity, encode(RankAnswer(never, STAGE)))
-        assert not pool.channel.sender_answered(sender, RankAnswer(never, STAGE))
+        assert not pool.channel.updates.sender_answered(sender, RankAnswer(never, STAGE))
     # Messages of a process that was killed may still be in the socket.
     pool.on_lost(0)
     assert pool.on_peer(identity, encode(answer(stages[0])))
@@ -260,10 +262,10 @@ async def test_late_answers_to_a_cancelled_update_are_expected(pool: Pool) -> No
 async def test_what_gives_all_weights_is_no_part(pool: Pool) -> None:
     """An update of all weights needs no worker with current weights, even if called partial."""
     other = TensorSpec("other", "float32", (1,))
-    pool.channel._updates._description = ModelDescription([*SPECS, other], [])
+    pool.channel.updates._description = ModelDescription([*SPECS, other], [])
     sender = Sender(pool, "a")
     whole = UpdateRequest(specs=[*SPECS, other], partial=True)
-    first = asyncio.create_task(pool.channel.update(whole, sender))
+    first = asyncio.create_task(pool.channel.updates.update(whole, sender))
     await pool.goes_well(sender, [0, 1], Join, Prepare, Stage, Commit)
     await first
     for worker in (0, 1):
@@ -271,18 +273,18 @@ async def test_what_gives_all_weights_is_no_part(pool: Pool) -> None:
     pool.come()
     part = UpdateRequest(specs=SPECS, partial=True)
     with pytest.raises(WeightUpdateError, match="no worker has the weights of version 1"):
-        await pool.channel.update(part, sender)
-    again = asyncio.create_task(pool.channel.update(whole, sender))
+        await pool.channel.updates.update(part, sender)
+    again = asyncio.create_task(pool.channel.updates.update(whole, sender))
     await pool.goes_well(sender, [0, 1], Join, Prepare, Stage, Commit)
     assert (await again).version == 2
-    assert pool.channel.versions == {0: 2, 1: 2}
+    assert pool.channel.versions.of == {0: 2, 1: 2}
 
 
 @played
 async def test_a_worker_that_missed_a_part_is_not_current(pool: Pool) -> None:
     """All parts have one version. The parts of a lost worker count for none of its successors."""
     other = TensorSpec("other", "float32", (1,))
-    pool.channel._updates._description = ModelDescription([*SPECS, other], [])
+    pool.channel.updates._description = ModelDescription([*SPECS, other], [])
     sender = Sender(pool, "a")
     told: list[int] = []
     pool.channel.on_version.add(lambda: told.append(pool.channel.version))
@@ -290,31 +292,31 @@ async def test_a_worker_that_missed_a_part_is_not_current(pool: Pool) -> None:
     part_of_it = msgspec.structs.replace(part, same_version=True)
     more = UpdateRequest(specs=[other], partial=True, same_version=True)
     with pytest.raises(UsageError, match="first part without same_version"):
-        await pool.channel.update(more, sender)
-    first = asyncio.create_task(pool.channel.update(part, sender))
+        await pool.channel.updates.update(more, sender)
+    first = asyncio.create_task(pool.channel.updates.update(part, sender))
     await pool.goes_well(sender, [0, 1], Join, Prepare, Stage, Commit)
     assert (await first).version == 1
     pool.starting.add(1)
-    second = asyncio.create_task(pool.channel.update(more, sender))
+    second = asyncio.create_task(pool.channel.updates.update(more, sender))
     await pool.goes_well(sender, [0], Join, Prepare, Stage, Commit)
     assert (await second).version == pool.channel.version == 1
-    assert pool.channel.versions == {0: 1, 1: -1}
+    assert pool.channel.versions.of == {0: 1, 1: -1}
     assert pool.channel.must_sync(1)
     assert told == [1, 1]
     # Nor does it get a third part, which would not be enough.
     pool.starting.clear()
-    third = asyncio.create_task(pool.channel.update(part_of_it, sender))
+    third = asyncio.create_task(pool.channel.updates.update(part_of_it, sender))
     await pool.goes_well(sender, [0], Prepare, Stage, Commit)
     await third
-    assert pool.channel.versions == {0: 1, 1: -1}
+    assert pool.channel.versions.of == {0: 1, 1: -1}
 
 
 @played
 async def test_listeners_are_told_when_all_workers_have_their_version(pool: Pool) -> None:
     told: list[dict[int, int]] = []
-    pool.channel.on_version.add(lambda: told.append(dict(pool.channel.versions)))
+    pool.channel.on_version.add(lambda: told.append(dict(pool.channel.versions.of)))
     sender = Sender(pool, "a")
-    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    update = asyncio.create_task(pool.channel.updates.update(UpdateRequest(specs=SPECS), sender))
     await pool.describes_itself()
     await pool.goes_well(sender, [0, 1], Join, Prepare, Stage, Commit)
     await update
@@ -325,9 +327,9 @@ async def test_listeners_are_told_when_all_workers_have_their_version(pool: Pool
 async def test_an_update_that_is_cancelled_too_late_is_one(pool: Pool) -> None:
     """The pool is notified of the update, once."""
     told: list[int] = []
-    pool.channel.on_updated = lambda: told.append(pool.channel.version)
+    pool.channel.versions.on_updated = lambda: told.append(pool.channel.version)
     sender = Sender(pool, "a")
-    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    update = asyncio.create_task(pool.channel.updates.update(UpdateRequest(specs=SPECS), sender))
     await pool.describes_itself()
     await pool.goes_well(sender, [0, 1], Join, Prepare, Stage)
     commits = [await pool.next(who, Commit) for who in (0, 1)]
@@ -344,17 +346,17 @@ async def test_an_update_that_is_cancelled_too_late_is_one(pool: Pool) -> None:
 async def test_joining_another_sender_ends_the_group_before(pool: Pool) -> None:
     """The old group also ends if the new join fails, because the ranks have left it."""
     first, second = Sender(pool, "a"), Sender(pool, "b")
-    join = asyncio.create_task(pool.channel.join(first, Deadline(5.0)))
+    join = asyncio.create_task(pool.channel.updates.join(first, Deadline(5.0)))
     await pool.goes_well(first, [0, 1], Join)
     await join
-    join = asyncio.create_task(pool.channel.join(second, Deadline(5.0)))
+    join = asyncio.create_task(pool.channel.updates.join(second, Deadline(5.0)))
     for who in (0, 1, "b"):
         message = await pool.next(who, Join)
     pool.say(1, answer(message, NO))
     await pool.goes_well(second, [0, 1], Abort)
     with pytest.raises(WeightUpdateError, match="worker 1: no"):
         await join
-    join = asyncio.create_task(pool.channel.join(first, Deadline(5.0)))
+    join = asyncio.create_task(pool.channel.updates.join(first, Deadline(5.0)))
     await pool.goes_well(first, [0, 1], Join)
     await join
 
@@ -362,10 +364,10 @@ async def test_joining_another_sender_ends_the_group_before(pool: Pool) -> None:
 @played
 async def test_a_group_that_lost_a_member_is_formed_again(pool: Pool) -> None:
     sender = Sender(pool, "a")
-    join = asyncio.create_task(pool.channel.join(sender, Deadline(5.0)))
+    join = asyncio.create_task(pool.channel.updates.join(sender, Deadline(5.0)))
     await pool.goes_well(sender, [0, 1], Join)
     await join
-    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    update = asyncio.create_task(pool.channel.updates.update(UpdateRequest(specs=SPECS), sender))
     await pool.describes_itself()
     for who in (0, 1):
         message = await pool.next(who, Prepare)
@@ -378,7 +380,7 @@ async def test_a_group_that_lost_a_member_is_formed_again(pool: Pool) -> None:
     pool.on_lost(1)
     with pytest.raises(InvalidWeights, match="worker 0: no room"):
         await update
-    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    update = asyncio.create_task(pool.channel.updates.update(UpdateRequest(specs=SPECS), sender))
     await pool.goes_well(sender, [0], Join, Prepare, Stage, Commit)
     assert (await update).version == 1
     assert pool.expelled == []
@@ -387,7 +389,7 @@ async def test_a_group_that_lost_a_member_is_formed_again(pool: Pool) -> None:
 @played
 async def test_answers_that_were_not_asked_for_change_nothing(pool: Pool) -> None:
     sender = Sender(pool, "a")
-    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    update = asyncio.create_task(pool.channel.updates.update(UpdateRequest(specs=SPECS), sender))
     await pool.describes_itself()
     await pool.goes_well(sender, [0, 1], Join)
     prepare = await pool.next(0, Prepare)
@@ -400,8 +402,8 @@ async def test_answers_that_were_not_asked_for_change_nothing(pool: Pool) -> Non
     identity = rank_identity(b"w0", 0)
     for message in (*nonsense, RankAnswer(prepare.id + 1, PREPARE), RankHello(SETTINGS)):
         assert not pool.on_peer(identity, encode(message))
-    assert not pool.channel.sender_answered(Sender(pool, "b"), answer(prepare))
-    assert not pool.channel.sender_answered(sender, answer(prepare))
+    assert not pool.channel.updates.sender_answered(Sender(pool, "b"), answer(prepare))
+    assert not pool.channel.updates.sender_answered(sender, answer(prepare))
     for who in (0, 1):
         assert pool.on_peer(rank_identity(b"w%d" % who, 0), encode(answer(prepare)))
     # The rank has answered already. A second or different answer is too late.
@@ -428,7 +430,9 @@ def test_a_malformed_answer_is_a_no(phase: str, kinds: tuple[type[Any], ...]) ->
     @played
     async def play(pool: Pool) -> None:
         sender = Sender(pool, "a")
-        update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+        update = asyncio.create_task(
+            pool.channel.updates.update(UpdateRequest(specs=SPECS), sender)
+        )
         await pool.describes_itself()
         await pool.goes_well(sender, [0, 1], *kinds)
         kind = {PREPARE: Prepare, STAGE: Stage, COMMIT: Commit}[phase]
@@ -455,7 +459,9 @@ def test_a_malformed_answer_is_a_no(phase: str, kinds: tuple[type[Any], ...]) ->
 
 @played
 async def test_a_description_that_is_none(pool: Pool) -> None:
-    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), Sender(pool, "a")))
+    update = asyncio.create_task(
+        pool.channel.updates.update(UpdateRequest(specs=SPECS), Sender(pool, "a"))
+    )
     message = await pool.next(0, Describe)
     pool.say(0, RankAnswer(message.id, "describe", None, raw(7)))
     with pytest.raises(ProtocolError, match="malformed answer to 'describe'"):
@@ -467,7 +473,7 @@ async def test_settings_when_the_last_worker_is_lost_before_hello(pool: Pool) ->
     pool.on_lost(0)
     pool.on_lost(1)
     pool.channel.add_rank(0, 0, rank_identity(b"w0", 0))
-    asked = asyncio.create_task(pool.channel.settings(5.0))
+    asked = asyncio.create_task(pool.channel.updates.settings(Deadline(5.0)))
     await asyncio.sleep(0)
     pool.on_lost(0)
     with pytest.raises(WorkerLost, match="no worker is left"):
@@ -481,7 +487,7 @@ async def test_a_sender_that_is_gone_ends_nobody_elses_update(pool: Pool) -> Non
     sent = pool.send_to_peer
     pool.send_to_peer = lambda identity, frame: identity != gone and sent(identity, frame)  # type: ignore[method-assign]
     sender = Sender(pool, "a")
-    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    update = asyncio.create_task(pool.channel.updates.update(UpdateRequest(specs=SPECS), sender))
     await pool.describes_itself()
     await pool.goes_well(sender, [0, 1], Join)
     # The coordinator's welcome does not reach the sender.
@@ -509,7 +515,7 @@ async def test_a_remote_sender_that_is_lost_ends_its_update(pool: Pool) -> None:
     async with asyncio.timeout(10.0):
         for who in (0, 1):
             pool.say(who, answer(await pool.next(who, Abort)))
-        async with pool.channel._versions.lock:
+        async with pool.channel.versions.lock:
             pass
     assert pool.channel.version == 0
     assert pool.expelled == []
@@ -519,7 +525,7 @@ async def test_a_remote_sender_that_is_lost_ends_its_update(pool: Pool) -> None:
 async def test_senders_are_remembered_in_bounds(pool: Pool) -> None:
     token = pool.channel.address.partition("#")[2].encode()
     pool.send_to_peer = lambda identity, frame: True  # type: ignore[method-assign]
-    pool.channel._updates._description = ModelDescription(SPECS, [])
+    pool.channel.updates._description = ModelDescription(SPECS, [])
     for n in range(100):
         identity = b"sender/%s/%d" % (token, n)
         assert pool.on_peer(identity, encode(RankHello(SETTINGS)))

@@ -60,7 +60,9 @@ class Replaced(Pool):
 
     async def update(self) -> None:
         sender = Sender(self, "a")
-        update = asyncio.create_task(self.channel.update(UpdateRequest(specs=SPECS), sender))
+        update = asyncio.create_task(
+            self.channel.updates.update(UpdateRequest(specs=SPECS), sender)
+        )
         await self.describes_itself()
         await self.goes_well(sender, [0, 1, 2], Join, Prepare, Stage, Commit)
         assert (await update).version == 1
@@ -114,8 +116,8 @@ def played(test: Callable[[Replaced], Awaitable[None]]) -> Callable[[], None]:
             pool.on_lost(1)
             await test(pool)
             assert pool.asked.empty(), pool.asked.get_nowait()
-            assert not pool.channel._versions.lock.locked()
-            assert len(pool.channel._questions) == 0
+            assert not pool.channel.versions.lock.locked()
+            assert len(pool.channel.updates._questions) == 0
             await pool.channel.close()
 
     def run() -> None:
@@ -131,7 +133,7 @@ async def is_lost(pool: Replaced, sync: asyncio.Task[bool]) -> None:
     with pytest.raises(WorkerLost, match="worker 1 was lost"):
         await sync
     assert pool.served == []
-    assert pool.channel.versions == {0: 1, 1: 0, 2: 1}
+    assert pool.channel.versions.of == {0: 1, 1: 0, 2: 1}
 
 
 @played
@@ -141,7 +143,7 @@ async def test_a_copy(pool: Replaced) -> None:
     await pool.copies(0, NEW)
     assert await sync
     assert pool.served == ["served"]
-    assert pool.channel.versions == {0: 1, 1: 1, 2: 1}
+    assert pool.channel.versions.of == {0: 1, 1: 1, 2: 1}
 
 
 @pytest.mark.parametrize("successor", ["", NEWER], ids=["", "and replaced"])
@@ -209,7 +211,7 @@ def test_the_sender_is_lost(when: str, replaced: bool) -> None:
         await pool.next(NEW, CancelCopy)
         await pool.copies(2, NEW)
         assert await sync
-        assert pool.channel.versions == {0: 0 if replaced else 1, 1: 1, 2: 1}
+        assert pool.channel.versions.of == {0: 0 if replaced else 1, 1: 1, 2: 1}
 
     play()
 
@@ -246,7 +248,7 @@ async def test_nobody_is_left_to_give(pool: Replaced) -> None:
 async def test_it_is_replaced_while_it_waits_for_an_update(pool: Replaced) -> None:
     """The new process is not taken for the old one, and has the weights of no update."""
     sender = Sender(pool, "b")
-    update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    update = asyncio.create_task(pool.channel.updates.update(UpdateRequest(specs=SPECS), sender))
     await pool.goes_well(sender, [0, 2], Join, Prepare, Stage)
     commits = [await pool.next(who, Commit) for who in (0, 2)]
     pool.replace(NEW)
@@ -259,7 +261,7 @@ async def test_it_is_replaced_while_it_waits_for_an_update(pool: Replaced) -> No
     with pytest.raises(WorkerLost, match="worker 1 was lost"):
         await sync
     assert pool.served == []
-    assert pool.channel.versions == {0: 2, 1: 0, 2: 2}
+    assert pool.channel.versions.of == {0: 2, 1: 0, 2: 2}
 
 
 @played
@@ -303,10 +305,10 @@ class Calls:
 
     def update(self, timeout: float, **options: Any) -> Awaitable[Any]:
         request = UpdateRequest(specs=SPECS, timeout=timeout, **options)
-        return self.channel.update(request, self.sender)
+        return self.channel.updates.update(request, self.sender)
 
     def join(self, timeout: float) -> Awaitable[Any]:
-        return self.channel.join(self.sender, Deadline(timeout))
+        return self.channel.updates.join(self.sender, Deadline(timeout))
 
     def connect(self, timeout: float) -> Awaitable[Any]:
         return self._local.connect(None, "127.0.0.1", timeout)
@@ -412,7 +414,7 @@ async def test_the_time_before_a_proposal_counts(pool: Replaced) -> None:
 async def test_a_worker_is_replaced_before_an_update_begins(pool: Replaced) -> None:
     """The worker is replaced while the update waits for the engines' description."""
     pool.replace(NEW)
-    pool.channel._updates._description = None
+    pool.channel.updates._description = None
     calls = Calls(pool)
     update = asyncio.ensure_future(calls.update(LONG))
     describe = await pool.next(0, Describe)
@@ -422,4 +424,4 @@ async def test_a_worker_is_replaced_before_an_update_begins(pool: Replaced) -> N
     pool.say(0, RankAnswer(describe.id, "describe", None, raw(ModelDescription(SPECS, []))))
     await pool.goes_well(calls.sender, [0, 2], Join, Prepare, Stage, Commit)
     assert (await update).workers == [0, 2]
-    assert pool.channel.versions == {0: 2, 1: 0, 2: 2}
+    assert pool.channel.versions.of == {0: 2, 1: 0, 2: 2}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from sglrl.errors import SglrlError, WorkerLost
-from sglrl.weights.safekeeping import KeepMode
+from sglrl.weights.kept import KeepMode
 from sglrl.weights.update_report import UpdateReport
 from sglrl.weights.update_request import UpdateRequest
 from sglrl.wire.codec import encode
@@ -50,8 +50,10 @@ class Keeping(Pool):
     async def update(self, workers: list[int]) -> None:
         """Run an update until its workers have committed. It ends when hosts keep the weights."""
         sender = self.sender = Sender(self, "s")
-        self.updating = asyncio.create_task(self.channel.update(UpdateRequest(specs=SPECS), sender))
-        if self.channel._updates._description is None:
+        self.updating = asyncio.create_task(
+            self.channel.updates.update(UpdateRequest(specs=SPECS), sender)
+        )
+        if self.channel.updates._description is None:
             await self.describes_itself()
         await self.goes_well(sender, workers, Join, Prepare, Stage, Commit)
 
@@ -61,7 +63,7 @@ class Keeping(Pool):
             message = await self.next(worker, KeepWeights)
             assert message.version == self.channel.version
             self.say(worker, RankAnswer(message.id, "keep", None, raw(size)))
-        await self.channel._safekeeping.ended()
+        await self.channel.kept.ended()
         await self.updating
 
     def lose(self, worker: int) -> None:
@@ -89,7 +91,7 @@ class Keeping(Pool):
         """Let the replacement keep its weights, and wait until the driver knows it."""
         message = await self.next(NEW, KeepWeights)
         self.new_says(RankAnswer(message.id, "keep", None, raw(100)))
-        await self.channel._safekeeping.ended()
+        await self.channel.kept.ended()
 
     async def copies(self, sender: int) -> None:
         give = await self.next(sender, SendPeerCopy)
@@ -106,7 +108,7 @@ def played(test: Callable[[Keeping], Awaitable[None]]) -> Callable[[], None]:
             await pool.update([0, 1, 2])
             await test(pool)
             assert pool.asked.empty(), pool.asked.get_nowait()
-            assert len(pool.channel._questions) == 0
+            assert len(pool.channel.updates._questions) == 0
             await pool.channel.close()
 
     return lambda: asyncio.run(play())
@@ -115,10 +117,10 @@ def played(test: Callable[[Keeping], Awaitable[None]]) -> Callable[[], None]:
 @played
 async def test_one_worker_of_each_host(pool: Keeping) -> None:
     await pool.keeps(0, 2)
-    assert [pool.channel.kept_bytes(worker) for worker in range(3)] == [100, 0, 100]
+    assert [pool.channel.kept.sizes.get(worker, 0) for worker in range(3)] == [100, 0, 100]
     await pool.update([0, 1, 2])
     await pool.keeps(0, 2, size=90)
-    assert [pool.channel.kept_bytes(worker) for worker in range(3)] == [90, 0, 90]
+    assert [pool.channel.kept.sizes.get(worker, 0) for worker in range(3)] == [90, 0, 90]
 
 
 @played
@@ -131,7 +133,7 @@ async def test_the_next_worker_keeps_if_one_cannot(pool: Keeping) -> None:
     for worker, message in ((1, second), (2, other)):
         pool.say(worker, RankAnswer(message.id, "keep", None, raw(100)))
     await pool.updating
-    assert [pool.channel.kept_bytes(worker) for worker in range(3)] == [0, 100, 100]
+    assert [pool.channel.kept.sizes.get(worker, 0) for worker in range(3)] == [0, 100, 100]
 
 
 @played
@@ -206,7 +208,7 @@ async def test_an_update_interrupts_the_copy_of_older_weights(pool: Keeping) -> 
     await pool.next(0, KeepWeights)
     await pool.next(2, KeepWeights)
     sender = Sender(pool, "s")
-    second = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    second = asyncio.create_task(pool.channel.updates.update(UpdateRequest(specs=SPECS), sender))
     assert sorted([(await pool.asked.get())[0] for _ in range(2)]) == [0, 2]
     await pool.goes_well(sender, [0, 1, 2], Join, Prepare, Stage, Commit)
     assert (await first).version == 1
@@ -289,7 +291,9 @@ def test_an_update_that_loses_all_workers_again_and_again(kind: type[Any]) -> No
 
     async def test(pool: Keeping) -> None:
         sender = Sender(pool, "s")
-        update = asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+        update = asyncio.create_task(
+            pool.channel.updates.update(UpdateRequest(specs=SPECS), sender)
+        )
         await pool.describes_itself()
         kinds = (Join, Prepare, Stage, Commit)
         who: int | str = 0

@@ -50,7 +50,7 @@ def played(test: Callable[[Pool, Sender], Awaitable[None]]) -> Callable[[], None
 
 
 def begin(pool: Pool, sender: Sender) -> asyncio.Task[object]:
-    return asyncio.create_task(pool.channel.update(UpdateRequest(specs=SPECS), sender))
+    return asyncio.create_task(pool.channel.updates.update(UpdateRequest(specs=SPECS), sender))
 
 
 def leave(pool: Pool, worker: int) -> None:
@@ -80,7 +80,7 @@ async def test_a_worker_keeps_its_weights(pool: Pool, sender: Sender) -> None:
     assert hello(pool, 0, 0)
     await pool.goes_well(sender, [0, 1], Join, Prepare, Stage, Commit)
     await update
-    assert pool.channel.versions == {0: 2, 1: 2}
+    assert pool.channel.versions.of == {0: 2, 1: 2}
     assert pool.expelled == []
 
 
@@ -105,7 +105,7 @@ async def test_the_weights_of_a_worker_that_leaves_an_update_are_not_known(
     leave(pool, 0)
     pool.say(1, answer(commits[1]))
     await update
-    assert pool.channel.versions == {0: -1, 1: 2}
+    assert pool.channel.versions.of == {0: -1, 1: 2}
     assert hello(pool, 0, 1)
     come_back(pool, 0)
     assert pool.channel.must_sync(0)

@@ -90,7 +90,7 @@ class Pool:
 
     def say(self, who: int | str, answer: RankAnswer, sender: Sender | None = None) -> None:
         if sender is not None:
-            self.channel.sender_answered(sender, answer)
+            self.channel.updates.sender_answered(sender, answer)
         else:
             assert isinstance(who, int)
             self.on_peer(rank_identity(b"w%d" % who, 0), encode(answer))

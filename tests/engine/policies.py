@@ -226,7 +226,7 @@ def on_phase(
     ask = UpdateRun._ask
 
     def observed(run: UpdateRun, phase: str, member: tuple[int, int]) -> None:
-        if run is channel._updates.run:
+        if run is channel.updates.run:
             act(phase, member)
         ask(run, phase, member)
 
@@ -262,7 +262,7 @@ def phase_held(
 
     def observed(run: UpdateRun, phase: str, member: tuple[int, int]) -> None:
         is_last = member == max(run.machine.members)
-        if run is channel._updates.run and phase == wanted and is_last:
+        if run is channel.updates.run and phase == wanted and is_last:
             held.append((run, phase, member))
             event.set()
         else:

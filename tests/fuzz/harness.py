@@ -154,7 +154,7 @@ class LocalSource:
     def ask(self, message: ToRank) -> None:
         found = answer(message)
         if found is not None:
-            asyncio.get_running_loop().call_soon(self._channel.sender_answered, self, found)
+            asyncio.get_running_loop().call_soon(self._channel.updates.sender_answered, self, found)
 
 
 class Weights(WeightChannel):

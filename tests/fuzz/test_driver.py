@@ -105,13 +105,13 @@ async def one_round(pool: Pool, client: Client, attack: Attack, n: int) -> None:
     good = asyncio.gather(*(honest_work(client, worker, n) for worker in range(pool.bad)))
     spoiled = [asyncio.ensure_future(work) for work in work_at(client, pool.bad)]
     update = asyncio.ensure_future(
-        pool.weights.update(UpdateRequest(specs=SPECS, partial=n % 2 == 0), pool.source)
+        pool.weights.updates.update(UpdateRequest(specs=SPECS, partial=n % 2 == 0), pool.source)
     )
     for at in range(ROUND):
         if at % 40 == 0:
-            run = pool.weights._updates.run
+            run = pool.weights.updates.run
             ids = [*pool.bad_worker.held, *pool.driver.fabric.calls]
-            attack.know([*ids, pool.weights._questions.last_id, 1 if run is None else run.id])
+            attack.know([*ids, pool.weights._ranks.last_id, 1 if run is None else run.id])
             await asyncio.sleep(0)
         attack.strike()
     while not all(task.done() for task in spoiled):

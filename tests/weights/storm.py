@@ -121,9 +121,9 @@ class Storm:
         live = [worker.id for worker in client.workers if worker.state == "ready"]
         assert all(not fabric.members[index].calls for index in live)
         channel = pool.weights
-        assert channel._updates.run is None
-        assert len(channel._questions) == 0
-        assert not channel._versions.lock.locked()
+        assert channel.updates.run is None
+        assert len(channel.updates._questions) == 0
+        assert not channel.versions.lock.locked()
         async with asyncio.timeout(PATIENCE):
             # An engine drops an aborted request between two of its steps.
             while any(s.engine.running or s.engine.waiting for s in await client.stats()):

@@ -80,7 +80,7 @@ async def test_a_worker_fails_in_an_update(
                 done = True
                 strike(pid, fault)
                 if fault == signal.SIGSTOP:
-                    run = client.pool.weights._updates.run
+                    run = client.pool.weights.updates.run
                     assert run is not None
                     expire(monkeypatch, run.machine)
 

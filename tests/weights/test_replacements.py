@@ -17,7 +17,7 @@ from engine.policies import PROMPTS, Lab, Policies, gated, until_running
 from processes import strike as stop
 
 import sglrl
-from sglrl.weights.peers import PeerCopies
+from sglrl.weights.catch_up import CatchUp
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -135,15 +135,15 @@ async def test_nobody_has_them(lab: Lab, caplog: pytest.LogCaptureFixture) -> No
 
 async def test_the_sender_is_lost_too(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     await lab.other()
-    copy_rank = PeerCopies.copy_rank
+    copy_rank = CatchUp._copy_rank
 
     async def observed(
-        copies: PeerCopies, receiver: Any, sender: Any, version: int, deadline: Any
+        catch_up: CatchUp, receiver: Any, sender: Any, version: int, deadline: Any
     ) -> None:
         strike(lab.client, sender.worker)
-        await copy_rank(copies, receiver, sender, version, deadline)
+        await copy_rank(catch_up, receiver, sender, version, deadline)
 
-    monkeypatch.setattr(PeerCopies, "copy_rank", observed)
+    monkeypatch.setattr(CatchUp, "_copy_rank", observed)
     await kill(lab.client, 0)
     await until(lab.client, "stale", "stale")
     monkeypatch.undo()
