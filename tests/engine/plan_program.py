@@ -13,7 +13,7 @@ import torch
 from sglang.srt.model_loader.weight_utils import composed_weight_loader, default_weight_loader
 
 from sglrl.errors import EngineError
-from sglrl_workers.engine.sglang.weights import SglangWeights
+from sglrl_workers.engine.sglang.model_weights import ModelWeights
 
 from .programs import make_scheduler
 
@@ -30,11 +30,11 @@ def main() -> None:
         )
         refused = ""
         try:
-            SglangWeights(scheduler, torch.device("cpu"), 0).describe()
+            ModelWeights(scheduler, torch.device("cpu")).describe()
         except EngineError as error:
             refused = str(error)
         del norm.weight_loader
-        description = SglangWeights(scheduler, torch.device("cpu"), 0).describe()
+        description = ModelWeights(scheduler, torch.device("cpu")).describe()
         after = model.state_dict()
         found = {
             "refused": refused,

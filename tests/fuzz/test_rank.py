@@ -76,13 +76,10 @@ class Wire:
         self.sent.put(None)
 
 
-class Engine:
-    """An engine whose weights are never accessed."""
+class Weights:
+    """Weights that are never accessed."""
 
     device = torch.device("cpu")
-
-    def __init__(self) -> None:
-        self.holds = 0
 
     def describe(self) -> ModelDescription:
         return ModelDescription(SPECS, ["tied"])
@@ -93,9 +90,9 @@ class Engine:
     def bind(self, staged: Any) -> Any:
         raise AssertionError("nothing was ever received")
 
-    copy = staged = targets = bind
+    copy = targets = bind
 
-    def live(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         return {}
 
     def reading(self) -> AbstractContextManager[Any]:
@@ -106,6 +103,17 @@ class Engine:
 
     def settle(self) -> None:
         pass
+
+
+class Engine:
+    """An engine whose weights are never accessed."""
+
+    def __init__(self) -> None:
+        self.live = Weights()
+        self.holds = 0
+
+    def staged(self, update: int, bound: Any) -> None:
+        raise AssertionError("nothing was ever received")
 
     def nearly_staged(self, seconds: float, exchanged: bool) -> None:
         raise AssertionError("nothing was ever received")

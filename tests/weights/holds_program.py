@@ -48,7 +48,7 @@ class Rank:
             sglrl_new_keys=lambda: None,
             sglrl_filled=lambda: None,
         )
-        self.engine = SglangWeights(self.scheduler, torch.device("cpu"), 0)
+        self.engine = SglangWeights(self.scheduler, torch.device("cpu"))
         self.engine.channel = SimpleNamespace(committed=self._committed)  # type: ignore[assignment]
         self._threads: list[threading.Thread] = []
 

@@ -42,19 +42,13 @@ class Scheduler(Protocol):
     def wake(self) -> None: ...
 
 
-class FakeWeights:
-    """Implements ``WeightEngine``."""
+class ChecksumTable:
+    """Implements ``LiveWeights``: the checksum of each tensor that was received."""
 
     device = torch.device("cpu")
 
-    def __init__(self, scheduler: Scheduler) -> None:
-        self.channel: RankWeights
-        self._scheduler = scheduler
-        self._holds = Holds()
-        self._ready: tuple[int, torch.Tensor] | None = None
+    def __init__(self) -> None:
         self._table = torch.zeros(_TABLE_BYTES, dtype=torch.uint8)
-
-    # --- on the channel's threads -----------------------------------------------------------------
 
     def describe(self) -> ModelDescription:
         return ModelDescription([], [], open=True)
@@ -67,11 +61,16 @@ class FakeWeights:
             )
         return [known[name] for name in names or known]
 
-    def live(self) -> dict[str, torch.Tensor]:
-        return {"checksums": self._table}
+    def _known(self) -> dict[str, Shard]:
+        data = self._table.numpy()
+        size = int.from_bytes(data[:_HEAD].tobytes(), "little")
+        if not size:
+            return {}
+        shards = msgspec.msgpack.decode(data[_HEAD : _HEAD + size].data, type=list[Shard])
+        return {shard.name: shard for shard in shards}
 
-    def targets(self, names: Sequence[str]) -> None:
-        return None
+    def tensors(self) -> dict[str, torch.Tensor]:
+        return {"checksums": self._table}
 
     def reading(self) -> AbstractContextManager[Any]:
         return nullcontext()
@@ -82,15 +81,47 @@ class FakeWeights:
     def settle(self) -> None:
         pass
 
+    def targets(self, names: Sequence[str]) -> None:
+        return None
+
     def bind(self, staged: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         return staged
 
     def copy(self, bound: dict[str, torch.Tensor]) -> None:
-        self._keep(self._with(bound))
+        self.keep(self.table_with(bound))
+
+    def table_with(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the beginning of the table with the checksums of these tensors, too.
+
+        Raises:
+            InvalidWeights: there is no room for them.
+        """
+        body = msgspec.msgpack.encode([*{**self._known(), **_shards(tensors)}.values()])
+        if len(body) > _TABLE_BYTES - _HEAD:
+            raise InvalidWeights(f"engine='fake' has no room for {len(tensors)} checksums")
+        return torch.frombuffer(
+            bytearray(len(body).to_bytes(_HEAD, "little") + body), dtype=torch.uint8
+        )
+
+    def keep(self, table: torch.Tensor) -> None:
+        self._table[: len(table)] = table
+
+
+class FakeWeights:
+    """Implements ``WeightEngine``."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self.channel: RankWeights
+        self._scheduler = scheduler
+        self.live = ChecksumTable()
+        self._holds = Holds()
+        self._ready: tuple[int, torch.Tensor] | None = None
+
+    # --- on the channel's threads -----------------------------------------------------------------
 
     def staged(self, update: int, bound: dict[str, torch.Tensor]) -> None:
         # The engine runs meanwhile. Later it only keeps the checksums.
-        self._ready = (update, self._with(bound))
+        self._ready = (update, self.live.table_with(bound))
 
     def nearly_staged(self, seconds: float, exchanged: bool) -> None:
         pass
@@ -126,7 +157,7 @@ class FakeWeights:
         if ready is None or ready[0] != update:
             self.channel.committed(update, lambda: 0.0, "nothing is staged for this update")
             return
-        self._keep(ready[1])
+        self.live.keep(ready[1])
         self._scheduler.switch(version)
         self.channel.committed(update, lambda: 0.0)
 
@@ -141,32 +172,6 @@ class FakeWeights:
             self._apply(hold.staged, hold.version)
         else:
             self._scheduler.switch(hold.version)
-
-    # --- the table --------------------------------------------------------------------------------
-
-    def _known(self) -> dict[str, Shard]:
-        data = self._table.numpy()
-        size = int.from_bytes(data[:_HEAD].tobytes(), "little")
-        if not size:
-            return {}
-        shards = msgspec.msgpack.decode(data[_HEAD : _HEAD + size].data, type=list[Shard])
-        return {shard.name: shard for shard in shards}
-
-    def _with(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the beginning of the table with the checksums of these tensors, too.
-
-        Raises:
-            InvalidWeights: there is no room for them.
-        """
-        body = msgspec.msgpack.encode([*{**self._known(), **_shards(tensors)}.values()])
-        if len(body) > _TABLE_BYTES - _HEAD:
-            raise InvalidWeights(f"engine='fake' has no room for {len(tensors)} checksums")
-        return torch.frombuffer(
-            bytearray(len(body).to_bytes(_HEAD, "little") + body), dtype=torch.uint8
-        )
-
-    def _keep(self, table: torch.Tensor) -> None:
-        self._table[: len(table)] = table
 
 
 def _shards(tensors: dict[str, torch.Tensor]) -> dict[str, Shard]:

@@ -6,7 +6,7 @@
 * ``holds``: the engine makes no steps during an update;
 * ``current_update``: the update in progress, which an abort ends;
 * ``preparation``, ``staging_memory``, ``staging``: the checks and the memory of an update;
-* ``stage_full``, ``stage_spare``, ``stage_bucketed``, ``stage_files``: the ways to receive it;
+* ``stage_full``, ``stage_bucketed``, ``stage_files``: the ways to receive it;
 * ``announcements``: tell the engine that an update is about to arrive;
 * ``double_buffer``: memory that can be exchanged as a whole;
 * ``peer_copy``: live weights from one rank to the same rank of a new worker;

@@ -70,10 +70,10 @@ class KeptWeights:
         link = self._fresh()
 
         def copy() -> int:
-            live = self._engine.live()
+            live = self._engine.live.tensors()
             memory = self._mapped(_size(live))
             memory.say(None)
-            with self._engine.reading(), self._stream.use():
+            with self._engine.live.reading(), self._stream.use():
                 for number, (place, tensor) in enumerate(memory.places(live)):
                     if number % _PIECES_AHEAD == 0:
                         self._stream.synchronize()
@@ -99,7 +99,7 @@ class KeptWeights:
         self._restoring = message.id
 
         def copy() -> bool:
-            live = self._engine.live()
+            live = self._engine.live.tensors()
             size = _size(live)
             if os.stat(self._path).st_size < size:
                 return False

@@ -60,7 +60,7 @@ class PeerCopy:
     ) -> None:
         self._engine = engine
         self._host = host
-        self._device = engine.device
+        self._device = engine.live.device
         self._on_stream = on_stream
         self._answer = answer
         self._link = Link()
@@ -73,7 +73,7 @@ class PeerCopy:
         found: dict[str, Any] = {}
 
         def offer() -> PeerCopyOffer:
-            found["live"] = self._engine.live()
+            found["live"] = self._engine.live.tensors()
             link.store = Store(self._host, message.timeout)
             port = link.store.port
             # A client of our own store, like the receiver: it breaks when the store is closed.
@@ -87,7 +87,7 @@ class PeerCopy:
                 with quiet, _before_others():
                     # Until the receiver connects, nothing but this wait must be interrupted.
                     found["store"].wait([_ARRIVED])
-                    with self._engine.reading():
+                    with self._engine.live.reading():
                         self._transfer(link, found["store"], 0, found["live"], message.timeout)
             link.abandon()
 
@@ -100,7 +100,7 @@ class PeerCopy:
         self._receiving = message.id
 
         def copy() -> None:
-            live = self._engine.live()
+            live = self._engine.live.tensors()
             if digest(live) != message.offer.digest:
                 raise WeightUpdateError("the two workers do not hold the same tensors")
             with overwriting(self._engine, message.id, message.version, message.timeout):

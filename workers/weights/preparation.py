@@ -11,7 +11,7 @@ from sglrl.wire.weights import ModelDescription, Prepare
 from .side_stream import SideStream
 from .staging import KEPT_BYTES, Staged, Update
 from .staging_memory import RING_BYTES, StagingMemory, choose
-from .weight_engine import WeightEngine
+from .weight_engine import LiveWeights
 
 IN_FLIGHT = 3
 """Maximum buckets being received and unpacked at the same time on a GPU."""
@@ -26,12 +26,12 @@ class Preparation:
 
     def __init__(
         self,
-        engine: WeightEngine,
+        live: LiveWeights,
         describe: Callable[[], ModelDescription],
         memory: StagingMemory,
         stream: SideStream,
     ) -> None:
-        self._engine = engine
+        self._live = live
         self._describe = describe
         self._memory = memory
         self._stream = stream
@@ -74,7 +74,7 @@ class Preparation:
     def free(self) -> None:
         """Free the memory of the last update, and prepare the engine for the next update."""
         self._spent = None
-        self._engine.settle()
+        self._live.settle()
 
     def _first(self, message: Prepare, dirty: bool) -> Update:
         """Check the manifest, and allocate the memory of an update."""
@@ -96,7 +96,7 @@ class Preparation:
     def _spare(self, message: Prepare) -> Staged | None:
         """Return the engine's own memory for new weights. None if the engine has none."""
         with self._stream.use():
-            return self._engine.spare([spec.name for spec in message.tensors])
+            return self._live.spare([spec.name for spec in message.tensors])
 
     def _has_room_to_unpack(self, update: Update) -> bool:
         """Return True if the buckets that arrive as one piece have memory outside ``spare``."""

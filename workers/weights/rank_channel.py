@@ -56,8 +56,7 @@ from .rank_socket import RankSocket
 from .side_stream import SideStream
 from .stage_bucketed import BucketedStage
 from .stage_files import FilesStage
-from .stage_full import FullStage
-from .stage_spare import SpareStage
+from .stage_full import FullStage, SpareStage
 from .staging_memory import StagingMemory, ring_sizes
 from .weight_engine import WeightEngine
 
@@ -73,8 +72,9 @@ class RankWeights:
         self, spec: WorkerSpec, rank: int, engine: WeightEngine, socket: RankSocket | None = None
     ) -> None:
         self._engine = engine
-        self._device = engine.device
-        self._stream = SideStream(engine.device)
+        live, device = engine.live, engine.live.device
+        self._device = device
+        self._stream = SideStream(device)
         self._link = Link()
         self._questions = Link()
         self._timeout = 60.0
@@ -84,20 +84,20 @@ class RankWeights:
         self._description: ModelDescription | None = None
         self._describing = threading.Lock()
         self._current = CurrentUpdate()
-        self._memory = StagingMemory(engine.device)
-        self._preparation = Preparation(engine, self._describe, self._memory, self._stream)
+        self._memory = StagingMemory(device)
+        self._preparation = Preparation(live, self._describe, self._memory, self._stream)
         announcements = Announcements(engine)
         self._spare = SpareStage(self._current, self._memory, self._stream, announcements)
-        self._full = FullStage(engine, announcements)
+        self._full = FullStage(live, announcements)
         self._bucketed = BucketedStage(engine, self._current, self._stream)
-        self._files = FilesStage(engine, self._current, self._stream)
+        self._files = FilesStage(live, self._current, self._stream)
         # The scheduler runs Python code for milliseconds at a time. With the default interval, an
         # update's messages could wait for five milliseconds.
         sys.setswitchinterval(5e-4)
         self._newest = 0
         """The id of the driver's last message."""
         self._socket = socket or RankSocket(
-            spec, rank, settings(engine.device), self.handle, self.connection_broke
+            spec, rank, settings(device), self.handle, self.connection_broke
         )
         host = _own_address(spec.address)
         self._peer_copy = PeerCopy(engine, host, self._stream.use, self._socket.answer)
@@ -237,13 +237,13 @@ class RankWeights:
     def _describe(self) -> ModelDescription:
         with self._describing:
             if self._description is None:
-                self._description = self._engine.describe()
+                self._description = self._engine.live.describe()
             return self._description
 
     def _checksums(self, names: list[str]) -> list[Shard]:
         self._describe()
         with self._stream.use():
-            return self._engine.checksums(names)
+            return self._engine.live.checksums(names)
 
     def _join(self, link: Link, join: Join) -> None:
         store = connect_store(join.host, join.port, join.timeout)

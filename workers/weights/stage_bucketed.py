@@ -34,6 +34,7 @@ class BucketedStage:
             timeout: seconds that the engine may take until it is held.
         """
         engine, group, layout = self._engine, link.group, update.layout
+        live = engine.live
         if not self._current.dirty and update.message.inflight != "drain":
             engine.hold(update.id, update.message.inflight)
         slots = Slots(update)
@@ -47,14 +48,14 @@ class BucketedStage:
                 raise WeightUpdateError("the engine did not stop in time")
             with self._current.writing(link, update.id):
                 self._current.dirty = True
-                engine.copy(engine.bind(views))
+                live.copy(live.bind(views))
             slots.free(bucket)
 
         with group.deadline() if group is not None else contextlib.nullcontext():
             for bucket, size in enumerate(layout.sizes):
                 link.check()
                 in_pieces = group is not None and group.takes_pieces and update.in_pieces(bucket)
-                targets = engine.targets(update.names(bucket)) if in_pieces and bucket else None
+                targets = live.targets(update.names(bucket)) if in_pieces and bucket else None
                 if group is not None and targets and self._is_held(update, 0):
                     with self._current.writing(link, update.id):
                         self._current.dirty = True

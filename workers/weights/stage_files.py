@@ -15,14 +15,14 @@ from sglrl.weights.safetensors_files import weight_files
 from .current_update import CurrentUpdate
 from .side_stream import SideStream
 from .staging import Update
-from .weight_engine import WeightEngine
+from .weight_engine import LiveWeights
 
 
 class FilesStage:
     """Reads the weights, cast to the engine's dtypes, into spare or staging memory."""
 
-    def __init__(self, engine: WeightEngine, current: CurrentUpdate, stream: SideStream) -> None:
-        self._engine = engine
+    def __init__(self, live: LiveWeights, current: CurrentUpdate, stream: SideStream) -> None:
+        self._live = live
         self._current = current
         self._stream = stream
 
@@ -43,7 +43,7 @@ class FilesStage:
             check = FiniteCheck()
             check.add(views)
             check.finish()
-        update.bind(self._engine.bind)
+        update.bind(self._live.bind)
         self._stream.synchronize()
 
 

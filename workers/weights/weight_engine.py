@@ -14,12 +14,8 @@ from sglrl.wire.weights import ModelDescription, Shard
 from .staging import Staged
 
 
-class WeightEngine(Protocol):
-    """The operations of an engine that a rank's weight channel needs.
-
-    The channel's threads call ``commit`` and ``hold``. The scheduler's thread then performs them,
-    on all ranks between the same two steps.
-    """
+class LiveWeights(Protocol):
+    """The tensors of a rank's model: where they are, and how others take their place."""
 
     device: torch.device
 
@@ -34,19 +30,12 @@ class WeightEngine(Protocol):
         """Return the checksums of the shards of these weights on this rank."""
         ...
 
-    def live(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         """Return all tensors of the weights as the engine stores them, each storage once."""
         ...
 
-    def targets(self, names: Sequence[str]) -> list[torch.Tensor] | None:
-        """Return the live tensors of these weights, to receive into without a copy.
-
-        None unless all of them are contiguous and have the sizes of the named weights.
-        """
-        ...
-
     def reading(self) -> AbstractContextManager[Any]:
-        """Return a context for reading ``live`` on another thread than the engine's.
+        """Return a context for reading ``tensors`` on another thread than the engine's.
 
         Several threads may read at the same time.
         """
@@ -55,9 +44,9 @@ class WeightEngine(Protocol):
     def spare(self, names: Sequence[str]) -> Staged | None:
         """Return memory for these tensors that becomes live without a copy.
 
-        The caller fills the memory, then calls ``staged`` with None. The engine keeps the memory
-        until it becomes live. Weights in no tensor of ``names`` already have their live values
-        there.
+        The caller fills the memory, then calls ``WeightEngine.staged`` with None. The engine keeps
+        the memory until it becomes live. Weights in no tensor of ``names`` already have their live
+        values there.
 
         Returns:
             The tensors by name. None if the engine has no such memory, or none for these tensors.
@@ -68,6 +57,13 @@ class WeightEngine(Protocol):
         """Prepare for the next ``spare``. Call this when time is available."""
         ...
 
+    def targets(self, names: Sequence[str]) -> list[torch.Tensor] | None:
+        """Return the live tensors of these weights, to receive into without a copy.
+
+        None unless all of them are contiguous and have the sizes of the named weights.
+        """
+        ...
+
     def bind(self, staged: Staged) -> Any:
         """Find the target of every part of these tensors, for ``copy`` and ``staged``."""
         ...
@@ -76,13 +72,24 @@ class WeightEngine(Protocol):
         """Copy into the live weights now. The engine must be held."""
         ...
 
+
+class WeightEngine(Protocol):
+    """The steps of an engine, and the updates that become live between them.
+
+    The channel's threads call ``commit`` and ``hold``. The scheduler's thread then performs them,
+    on all ranks between the same two steps.
+    """
+
+    @property
+    def live(self) -> LiveWeights: ...
+
     def staged(self, update: int, bound: Any) -> None:
         """Take all tensors of this update, which have arrived.
 
         The engine keeps them until ``commit`` or ``release`` of the same update, or ``forget``.
 
         Args:
-            bound: the result of ``bind``. None if the tensors are in ``spare``.
+            bound: the result of ``LiveWeights.bind``. None if the tensors are in ``spare``.
         """
         ...
 
@@ -90,7 +97,7 @@ class WeightEngine(Protocol):
         """Announce that all tensors will have arrived in about ``seconds``, about one step.
 
         Args:
-            exchanged: the tensors arrive in ``spare``.
+            exchanged: the tensors arrive in ``LiveWeights.spare``.
         """
         ...
 

@@ -43,8 +43,8 @@ class Controls:
         if scheduler.sglrl_sleep.empty:
             raise InvalidRequest("the weights were not kept: update them first")
         assert scheduler.sglrl_weights is not None
-        found: list[TensorValue] = scheduler.sglrl_weights.named(names)
-        return found
+        values: list[TensorValue] = scheduler.sglrl_weights.live.named(names)
+        return values
 
     def abort(self, id_: int) -> int:
         # In a paused engine no running request finishes: "wait" returns them to the queue first.

@@ -1,22 +1,18 @@
-"""What an engine tells about itself: its arguments, its weights, and traces of its profiler."""
+"""Reports of an engine about itself: its arguments, and traces of its profiler."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 from sglang.srt.managers.io_struct import ProfileReq, ProfileReqOutput, ProfileReqType
 
-from sglrl.errors import InvalidRequest, InvalidWeights
-from sglrl.wire.engine import TensorValue
+from sglrl.errors import InvalidRequest
 
 from . import compat, convert
-from .weight_plan import Plan
 
 
 def server_info(scheduler: Any) -> dict[str, Any]:
@@ -98,32 +94,3 @@ class Profiling:
         if not output.success:
             raise InvalidRequest(output.message)
         return [] if starts else sorted(map(str, Path(folder).glob(f"{self._name}*")))
-
-
-def live_weights(plan: Plan | None, names: list[str]) -> list[TensorValue]:
-    """Return copies of live tensors under their Hugging Face names.
-
-    Raises:
-        InvalidWeights: the model has no tensor of that name.
-        InvalidRequest: this rank holds a part of the tensor only.
-    """
-    found = []
-    specs = {} if plan is None else {spec.name: spec for spec in plan.description.tensors}
-    for name in names:
-        if name not in specs:
-            raise InvalidWeights(f"the model has no tensor {name!r}; see model_metadata()")
-        assert plan is not None
-        spec, copies = specs[name], plan.copies[name]
-        if sum(copy.target.numel() for copy in copies) != prod(spec.shape):
-            raise InvalidRequest(
-                f"{name} is spread over the GPUs of an engine with tp_size > 1; verify_weights "
-                "compares such tensors"
-            )
-        whole = torch.empty(spec.shape, dtype=copies[0].target.dtype)
-        for copy in copies:
-            part = whole.as_strided(copy.size, copy.stride, copy.offset)
-            part.copy_(copy.target.view(copy.size))
-        data = bytearray(whole.reshape(-1).view(torch.uint8).numpy())
-        dtype = str(whole.dtype).removeprefix("torch.")
-        found.append(TensorValue(name, dtype, tuple(spec.shape), data))
-    return found

@@ -132,8 +132,8 @@ def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
         if body.device == "cuda"
         else torch.device("cpu")
     )
-    weights = scheduler.sglrl_weights = SglangWeights(scheduler, device, body.rank)
-    scheduler.sglrl_sleep = Sleep(scheduler, weights, enabled=_saves_memory(body))
+    weights = scheduler.sglrl_weights = SglangWeights(scheduler, device)
+    scheduler.sglrl_sleep = Sleep(scheduler, weights.live, enabled=_saves_memory(body))
     weights.channel = RankWeights(spec, body.rank, weights)
     if adapter is not None and mailbox is not None:
         adapter.begun = time.monotonic()

@@ -15,7 +15,7 @@ from sglrl.errors import EngineError
 
 from . import compat
 from .commands import SleepCommand
-from .weights import SglangWeights
+from .model_weights import ModelWeights
 
 
 class Sleep:
@@ -29,7 +29,7 @@ class Sleep:
         empty: the weights were not kept, and no update has brought new ones.
     """
 
-    def __init__(self, scheduler: Any, weights: SglangWeights, *, enabled: bool) -> None:
+    def __init__(self, scheduler: Any, weights: ModelWeights, *, enabled: bool) -> None:
         self._scheduler = scheduler
         self._weights = weights
         self._enabled = enabled
