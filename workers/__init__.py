@@ -6,7 +6,7 @@
 * ``process_control``: settings of processes that only Linux has;
 * ``mailbox``: receives calls inside an engine's scheduler loop;
 * ``actor_worker``: runs a plain actor;
-* ``heartbeat``, ``broken_connection``: how the driver and its workers notice each other's end;
+* ``liveness``: how the driver and its workers notice each other's end;
 * ``weights``: one rank's side of weight updates;
 * ``engine``: the engines.
 """

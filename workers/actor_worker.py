@@ -43,8 +43,7 @@ from sglrl.wire.calls import (
 from sglrl.wire.codec import Buffer, decode_to_worker, encode, readable, split_frames
 from sglrl.wire.processes import ActorSpec, WorkerSpec
 
-from .broken_connection import RECONNECT_SECONDS, BreakWatch
-from .heartbeat import start_heartbeats
+from .liveness import RECONNECT_SECONDS, BreakWatch, start_heartbeats
 
 logger = logging.getLogger("sglrl.worker")
 
@@ -60,10 +59,10 @@ def load_class(spec: ActorSpec) -> type[Actor]:
         loaded: type[Actor] = cloudpickle.loads(spec.code)
         return loaded
     module, _, qualname = spec.target.partition(":")
-    found: Any = importlib.import_module(module)
+    value: Any = importlib.import_module(module)
     for part in qualname.split("."):
-        found = getattr(found, part)
-    return found  # type: ignore[no-any-return]
+        value = getattr(value, part)
+    return value  # type: ignore[no-any-return]
 
 
 class Host:

@@ -51,8 +51,8 @@ from sglrl.wire.engine import (
 )
 from sglrl.wire.processes import WorkerSpec
 
-from .broken_connection import RECONNECT_SECONDS, BreakWatch
 from .engine.protocol import LATER, Engine
+from .liveness import RECONNECT_SECONDS, BreakWatch
 
 logger = logging.getLogger("sglrl.worker")
 

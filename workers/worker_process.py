@@ -76,11 +76,9 @@ def _run(spec: WorkerSpec) -> None:
 
             run_actor(spec, spec.body)
         case EngineSpec(engine="sglang"):
-            from .engine.sglang.explained import explained
             from .engine.sglang.run import run_scheduler
 
-            with explained(spec.body.model):
-                run_scheduler(spec, spec.body)
+            run_scheduler(spec, spec.body)
         case EngineSpec(engine="fake"):
             from .engine.fake import FakeEngine
             from .engine.loop import run_engine

@@ -193,8 +193,8 @@ def _is_in_layers(fields: Mapping[str, Any], module: str) -> bool:
         return True
     given = fields.get("layers_pattern") or r"[^.]*"
     for pattern in [given] if isinstance(given, str) else given:
-        if found := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module):
-            return int(found[1]) in ([layers] if isinstance(layers, int) else layers)
+        if match := re.match(rf"(?:^|.*?\.){pattern}\.(\d+)\.", module):
+            return int(match[1]) in ([layers] if isinstance(layers, int) else layers)
     return False
 
 

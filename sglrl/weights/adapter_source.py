@@ -87,7 +87,7 @@ class AdapterCargo(NamedTuple):
     Attributes:
         parts: the tensors of each message, and their data, one after the other.
         modules: the last parts of the names of the modules that it changes.
-        size: of the tensors, in bytes.
+        size: the size of the tensors, in bytes.
     """
 
     parts: list[tuple[list[TensorSpec], memoryview]]

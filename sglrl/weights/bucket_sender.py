@@ -108,14 +108,13 @@ class _Packing:
 
     def views(self, bucket: int, memory: torch.Tensor) -> list[torch.Tensor]:
         """Return views of the bucket's memory, one for each of its tensors."""
-        found = self._views.get(bucket)
-        if found is None:
-            found = self._views[bucket] = []
+        if bucket not in self._views:
+            self._views[bucket] = made = []
             for index in self.buckets[bucket]:
                 place, spec = self.layout.places[index], self.specs[index]
                 flat = memory[place.offset : place.offset + place.nbytes]
-                found.append(flat.view(self.dtypes[index]).view(spec.shape))
-        return found
+                made.append(flat.view(self.dtypes[index]).view(spec.shape))
+        return self._views[bucket]
 
 
 class SendingEnd:
@@ -324,15 +323,15 @@ class SendingEnd:
         self, payload: Payload, packing: _Packing, bucket: int
     ) -> list[torch.Tensor] | None:
         """Return the bucket's tensors if they can be sent without packing, else None."""
-        found = []
+        pieces = []
         for index in packing.buckets[bucket]:
             tensor = payload.tensors[index][1]
             if tensor.device != self.device or tensor.dtype != packing.dtypes[index]:
                 return None
             if hasattr(tensor, "full_tensor") or not tensor.is_contiguous():
                 return None
-            found.append(tensor)
-        return found
+            pieces.append(tensor)
+        return pieces
 
     def _packed(
         self, payload: Payload, packing: _Packing, bucket: int, check: FiniteCheck | None
@@ -422,8 +421,8 @@ def sending_device(wanted: str | torch.device | None, tensors: Named, backend: s
     elif backend == "cpu":
         device = torch.device("cpu")
     else:
-        found = next((t.device for _, t in tensors if t.device.type == "cuda"), None)
-        device = found or torch.device("cuda", torch.cuda.current_device())
+        of_tensors = next((t.device for _, t in tensors if t.device.type == "cuda"), None)
+        device = of_tensors or torch.device("cuda", torch.cuda.current_device())
     if device.type != backend:
         raise UsageError(
             f"the workers are on {backend} and the sender is to be on {device}; weights are sent "

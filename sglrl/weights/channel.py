@@ -117,7 +117,7 @@ class WeightChannel(DriverListener):
         Args:
             worker: the index of the worker. Only the current process of the worker gets the
                 weights: if it is lost, its replacement is not touched.
-            timeout: in seconds. It starts when all earlier updates and copies have ended.
+            timeout: the limit in seconds. It starts when all earlier updates and copies have ended.
 
         Returns:
             False if the current weights are not available. The worker gets the weights of the next

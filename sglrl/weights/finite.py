@@ -24,7 +24,7 @@ class FiniteCheck:
     """
 
     def __init__(self) -> None:
-        self._found: list[tuple[list[str], torch.dtype, torch.Tensor]] = []
+        self._results: list[tuple[list[str], torch.dtype, torch.Tensor]] = []
         """One entry per group of tensors: their names, the dtype to which they are cast, and their
         largest magnitudes before and after the cast, as float64 of shape (2, number of names)."""
 
@@ -38,7 +38,7 @@ class FiniteCheck:
         for (_, _, dtype), group in groups.items():
             given = torch.stack(_largest([tensor for _, tensor, _ in group]))
             both = torch.stack((given.double(), given.to(dtype).double()))
-            self._found.append(([name for name, _, _ in group], dtype, both))
+            self._results.append(([name for name, _, _ in group], dtype, both))
 
     def finish(self) -> None:
         """Wait for the checks of all added tensors.
@@ -46,9 +46,9 @@ class FiniteCheck:
         Raises:
             InvalidWeights: a tensor is not finite.
         """
-        found, self._found = self._found, []
+        results, self._results = self._results, []
         wrong = []
-        for names, dtype, both in found:
+        for names, dtype, both in results:
             for name, given, sent in zip(names, *both.tolist(), strict=True):
                 if not math.isfinite(sent):
                     wrong.append(f"{name} holds {_kind(given, dtype)}")

@@ -77,13 +77,13 @@ def names_apart(
     Args:
         names: the names of an expert's tensors in the checkpoint; an item of ``EXPERT_NAMES``.
     """
-    found = []
+    separate = []
     for name, shape in tensors:
         if names == EXPERT_NAMES[1]:
             name = name.replace(*_IN_MIXTRAL)
         parts = _parts(name, shape, names)
-        found += [(part.name, (part.rows, *shape[2:])) for part in parts] or [(name, shape)]
-    return found
+        separate += [(part.name, (part.rows, *shape[2:])) for part in parts] or [(name, shape)]
+    return separate
 
 
 def take_apart(tensor: Any, parts: Sequence[Part]) -> Iterator[tuple[str, Any]]:

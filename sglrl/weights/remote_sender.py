@@ -174,7 +174,7 @@ class Sender:
         # user never closes.
         lose = weakref.WeakMethod(sender._lose)
         reason = "the client has ended or cannot be reached"
-        broken.add_done_callback(lambda _: (found := lose()) and found(reason))
+        broken.add_done_callback(lambda _: (end := lose()) and end(reason))
         sender._end = SendingEnd(device, host, sender._answer)
         sender._manifest = Manifest()
         dealer.start(sender._on_message)
@@ -310,15 +310,15 @@ class Sender:
         self._send(AskChecksums(self._next_id, names, seconds))
         try:
             async with asyncio.timeout(seconds + MIN_SILENCE):
-                found = await question
+                answer = await question
         except TimeoutError:
             self._lose(f"no answer from the client for {seconds + MIN_SILENCE:g} s")
             raise WeightUpdateError(self._lost) from None
         finally:
             self._question = None
-        if found.error is not None:
-            raise _error_of(found.error)
-        return {0: found.shards}
+        if answer.error is not None:
+            raise _error_of(answer.error)
+        return {0: answer.shards}
 
     async def _proposed_and_ended(self, request: UpdateRequest) -> UpdateReport:
         """Propose the update and wait for its end.

@@ -85,8 +85,8 @@ def fingerprint(files: list[Path]) -> list[tuple[str, int, int, int]]:
     Raises:
         OSError: a file does not exist, or its status cannot be read.
     """
-    found = [(file.name, os.stat(file)) for file in files]
-    return [(name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in found]
+    stats = [(file.name, os.stat(file)) for file in files]
+    return [(name, s.st_size, s.st_mtime_ns, s.st_ino) for name, s in stats]
 
 
 class Checkpoint(NamedTuple):
@@ -132,11 +132,11 @@ def read_checkpoint(path: Any) -> Checkpoint:
     files = weight_files(Path(path).expanduser().resolve())
     specs = []
     file_of = {}
-    for found in files:
+    for shard in files:
         try:
-            with found.open("rb") as file:
+            with shard.open("rb") as file:
                 length = int.from_bytes(file.read(8), "little")
-                if length > found.stat().st_size:
+                if length > shard.stat().st_size:
                     raise ValueError("its header is longer than the file")
                 head = file.read(length)
             try:
@@ -148,10 +148,10 @@ def read_checkpoint(path: Any) -> Checkpoint:
             for name, raw in header.items():
                 entry = msgspec.json.decode(raw, type=_Entry)
                 end = max(end, entry.data_offsets[1])
-                file_of[name] = found
+                file_of[name] = shard
                 specs.append(TensorSpec(name, _DTYPES.get(entry.dtype, entry.dtype), entry.shape))
-            if 8 + length + end != found.stat().st_size:
+            if 8 + length + end != shard.stat().st_size:
                 raise ValueError("it is not as long as its header says")
         except (ValueError, OSError) as error:
-            raise ModelError(f"{found} is not a safetensors file: {error}") from None
+            raise ModelError(f"{shard} is not a safetensors file: {error}") from None
     return Checkpoint(files, specs, file_of)

@@ -98,13 +98,13 @@ def check_settings(ours: RankSettings, ranks: Sequence[Rank]) -> None:
     """
     for rank in ranks:
         theirs = rank.settings
-        found = differences(
+        different = differences(
             {"device": ours.device, "torch": ours.torch, "NCCL": ours.nccl} | ours.environment,
             {"device": theirs.device, "torch": theirs.torch, "NCCL": theirs.nccl}
             | theirs.environment,
         )
-        if found:
+        if different:
             raise SettingsMismatch(
-                f"the sender and worker {rank.worker} cannot form a group: {'; '.join(found)} "
+                f"the sender and worker {rank.worker} cannot form a group: {'; '.join(different)} "
                 "(here is the sender, there the worker); set them alike in both"
             )

@@ -84,7 +84,7 @@ def named_tensors(weights: Any) -> Named:
         )
     else:
         pairs = weights
-    found: Named = []
+    checked: Named = []
     for pair in pairs:
         try:
             name, tensor = pair
@@ -101,8 +101,8 @@ def named_tensors(weights: Any) -> Named:
         if tensor.is_neg():
             # A lazily negated view: its memory holds the values before the negation.
             tensor = tensor.resolve_neg()
-        found.append((name, tensor))
-    return own_names(found)
+        checked.append((name, tensor))
+    return own_names(checked)
 
 
 def _check_no_adapter(module: torch.nn.Module) -> None:
@@ -121,13 +121,13 @@ def _check_no_adapter(module: torch.nn.Module) -> None:
 
 def own_names(named: Iterable[tuple[str, torch.Tensor]]) -> Named:
     """Remove the parts of names that torch adds when it wraps a part of a module."""
-    found: Named = []
+    renamed: Named = []
     for name, tensor in named:
         for wrapper in _WRAPPERS:
             if wrapper in name:
                 name = name.replace(wrapper, "")
-        found.append((name, tensor))
-    return found
+        renamed.append((name, tensor))
+    return renamed
 
 
 def unwrapped(module: Any) -> Any:
@@ -197,14 +197,14 @@ class Manifest:
         given = [(name, tensor.dtype, tensor.shape, name in unused) for name, tensor in named]
         if wanted is not self._wanted or given != self._given:
             known = {spec.name: spec for spec in wanted.tensors}
-            found: dict[int, list[Part]] = {}
+            parts_by_index: dict[int, list[Part]] = {}
             for index, (name, _, shape, _) in enumerate(given):
                 if name not in known and (parts := parts_of(name, shape, known)):
-                    found[index] = parts
-            sent, specs = _specs(_apart(given, found), wanted, unused)
+                    parts_by_index[index] = parts
+            sent, specs = _specs(_apart(given, parts_by_index), wanted, unused)
             # Set after all checks, so that an error keeps the previous selection.
             self.total = total_bytes(specs)
-            self._parts, self._sent, self.specs = found, sent, specs
+            self._parts, self._sent, self.specs = parts_by_index, sent, specs
             at = {name: index for index, (name, _) in enumerate(named)}
             self._tied = [
                 (at[name], at[twin])
@@ -249,14 +249,14 @@ class Manifest:
         """Return the tensors under the engine's names, as the last ``take`` selected them."""
         if not self._parts:
             return named
-        found: Named = []
+        tensors: Named = []
         for index, (name, tensor) in enumerate(named):
             parts = self._parts.get(index)
             if parts is None:
-                found.append((name, tensor))
+                tensors.append((name, tensor))
             else:
-                found += take_apart(tensor, parts)
-        return found
+                tensors += take_apart(tensor, parts)
+        return tensors
 
     def untied(self, named: Named) -> list[tuple[str, str]]:
         """Return the names of tied tensors with different values, from the last ``take``.
@@ -289,12 +289,12 @@ def _second_names(named: Named, wanted: ModelDescription) -> set[str]:
 
 def _apart(given: list[Any], parts: Mapping[int, list[Part]]) -> list[Any]:
     """Return (name, dtype, shape) of the tensors that ``Manifest.spread`` returns."""
-    found = []
+    apart = []
     for index, (name, dtype, shape, *_) in enumerate(given):
         for part in parts.get(index, [Part(name)]):
             of_one = part.expert is not None
-            found.append((part.name, dtype, (part.rows, *shape[2:]) if of_one else shape))
-    return found
+            apart.append((part.name, dtype, (part.rows, *shape[2:]) if of_one else shape))
+    return apart
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -393,7 +393,7 @@ def gather(weights: Any) -> None:
 def _gathered_once(named: Named) -> Named:
     """Replace tied DTensors by one shared ``Whole``, so that each full value is gathered once."""
     wholes: dict[Any, Whole] = {}
-    found: Named = []
+    gathered: Named = []
     for name, tensor in named:
         if isinstance(tensor, torch.Tensor) and hasattr(tensor, "full_tensor"):
             place = _place(tensor)
@@ -402,8 +402,8 @@ def _gathered_once(named: Named) -> Named:
             else:
                 wholes[place] = Whole(tensor, 1)
             tensor = wholes[place]
-        found.append((name, tensor))
-    return found
+        gathered.append((name, tensor))
+    return gathered
 
 
 def _place(tensor: Any) -> tuple[Any, ...]:

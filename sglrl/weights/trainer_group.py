@@ -26,10 +26,10 @@ class TrainerGroup:
     Args:
         backend: "nccl", or "gloo" for tensors on the CPU.
         gpu: the device for NCCL.
-        address, port: of the trainer's store.
-        rank: of this process. Rank 0 is the trainer.
+        address, port: the address and the port of the trainer's store.
+        rank: the rank of this process. Rank 0 is the trainer.
         size: number of ranks.
-        timeout: in seconds, to form the group, and for all tensors of one ``receive``.
+        timeout: the seconds to form the group, and for all tensors of one ``receive``.
 
     Raises:
         InvalidRequest: the backend or the rank is wrong.
@@ -120,7 +120,7 @@ class TrainerGroup:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
         raise InvalidRequest(f"torch has no dtype {name!r:.200}")
-    return found
+    return dtype

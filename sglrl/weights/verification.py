@@ -39,9 +39,9 @@ async def differing_tensors(live: WeightsPort, weights: Any, timeout: float) -> 
     untied |= await _differing_alone(manifest.alone(named), live.checksums, wanted, deadline)
     differing: set[str] = set()
     if specs:
-        found = await live.checksums([spec.name for spec in specs], deadline.left)
+        shards = await live.checksums([spec.name for spec in specs], deadline.left)
         differing = await asyncio.get_running_loop().run_in_executor(
-            None, _differing, tensors, specs, [*found.values()]
+            None, _differing, tensors, specs, [*shards.values()]
         )
     return [name for name, _ in manifest.spread(named) if name in untied or name in differing]
 
@@ -83,13 +83,13 @@ async def _differing_alone(
     if not alone:
         return set()
     dtypes = {spec.name: spec.dtype for spec in wanted.tensors}
-    found = await ask([twin for _, twin, _ in alone], deadline.left)
+    shards = await ask([twin for _, twin, _ in alone], deadline.left)
     differing = await asyncio.get_running_loop().run_in_executor(
         None,
         _differing,
         [(twin, tensor) for _, twin, tensor in alone],
         [TensorSpec(twin, dtypes[twin], tuple(tensor.shape)) for _, twin, tensor in alone],
-        [*found.values()],
+        [*shards.values()],
     )
     return {name for name, twin, _ in alone if twin in differing}
 
@@ -160,10 +160,10 @@ class BaseCheck:
             for pair, spec in zip(tensors, manifest.specs, strict=True)
             if spec.name in known and _keeps(pair[1], spec.dtype)
         ]
-        found = [spec.name for _, spec in rows if spec.shape != known[spec.name].shape]
-        found += [name for name, _ in manifest.untied(named)]
-        if found or not rows:
-            return found
+        names = [spec.name for _, spec in rows if spec.shape != known[spec.name].shape]
+        names += [name for name, _ in manifest.untied(named)]
+        if names or not rows:
+            return names
         try:
             live = await self._live.checksums([spec.name for _, spec in rows], deadline.left)
         except UsageError:
@@ -195,14 +195,14 @@ def _keeps(tensor: Any, dtype: str) -> bool:
     return kept
 
 
-def _differing(tensors: Any, specs: list[TensorSpec], found: list[list[Shard]]) -> set[str]:
+def _differing(tensors: Any, specs: list[TensorSpec], shards: list[list[Shard]]) -> set[str]:
     import torch
 
     from .checksum import checksum, piece
     from .tensor_source import whole
 
     by_name: dict[str, list[Shard]] = {}
-    for pieces in found:
+    for pieces in shards:
         for one in pieces:
             by_name.setdefault(one.name, []).append(one)
     differing = set()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglrl_workers.engine.step_clock import StepClock
+from sglrl_workers.engine.speed import StepClock
 
 
 def test_the_mean_follows_the_latest_steps() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from sglrl.wire.engine import RATE_SECONDS, EngineStats
 from sglrl_workers.engine import fake
-from sglrl_workers.engine.token_rate import TokenRate
+from sglrl_workers.engine.speed import TokenRate
 
 
 def test_a_young_engine() -> None:

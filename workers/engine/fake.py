@@ -73,7 +73,7 @@ from .fake_adapters import FakeAdapters
 from .fake_controls import FakeControls
 from .fake_request import Order, Running
 from .protocol import check_given, check_top
-from .token_rate import TokenRate
+from .speed import TokenRate
 
 if TYPE_CHECKING:
     from ..weights.rank_channel import RankWeights
@@ -257,8 +257,8 @@ class FakeEngine:
 
     def abort(self, id_: int) -> None:
         held_back = self.held_back or {}
-        found = self.requests.pop(id_, None) or held_back.pop(id_, None)
-        if found or self.later.pop(id_, None):
+        request = self.requests.pop(id_, None) or held_back.pop(id_, None)
+        if request or self.later.pop(id_, None):
             self.mailbox.put(id_, ItemKind.CANCELLED)
 
     def abort_all(self) -> int:

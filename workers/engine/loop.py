@@ -9,10 +9,10 @@ from sglrl.wire.calls import Heartbeat, Load
 from sglrl.wire.engine import EngineStats
 from sglrl.wire.processes import EngineSpec, WorkerSpec
 
-from ..heartbeat import start_heartbeats
+from ..liveness import start_heartbeats
 from ..mailbox import Mailbox
 from .protocol import Engine
-from .step_clock import StepClock
+from .speed import StepClock
 
 IDLE_WAIT = 10.0
 """Maximum seconds that an idle loop blocks. A message ends the wait at once."""

@@ -171,10 +171,10 @@ class _FilePages(Pages):
     def _map(self, place: int | None, file: int) -> int:
         fixed = 0 if place is None else 0x10  # MAP_FIXED, which Python's mmap lacks
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        found = self._mmap(place, self._size, access, mmap.MAP_SHARED | fixed, file, 0)
-        if found in (None, ctypes.c_void_p(-1).value):
+        address = self._mmap(place, self._size, access, mmap.MAP_SHARED | fixed, file, 0)
+        if address in (None, ctypes.c_void_p(-1).value):
             raise OSError(ctypes.get_errno(), "no memory could be mapped for the weights")
-        return int(found)
+        return int(address)
 
     def _tensor(self, place: int) -> torch.Tensor:
         memory = (ctypes.c_uint8 * self._size).from_address(place)
@@ -233,10 +233,10 @@ class _CudaMemory:
         self.granularity = int(self._ask("cuMemGetAllocationGranularity", properties, recommended))
 
     def _ask(self, name: str, *args: Any) -> Any:
-        code, *found = getattr(self._driver, name)(*args)
+        code, *results = getattr(self._driver, name)(*args)
         if code != self._driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{name}: {code.name}")
-        return found[0] if found else None
+        return results[0] if results else None
 
     def create(self, size: int) -> Any:
         # One handle for everything: the time of an exchange grows with the number of handles.

@@ -35,7 +35,7 @@ class HostCopy:
         """Copy these parts.
 
         Args:
-            memory: of the device: uint8, shape (size,).
+            memory: the memory of the device: uint8, shape (size,).
 
         Raises:
             EngineError: the host has too little memory.
@@ -56,7 +56,7 @@ class HostCopy:
 
     def _parts(self, memory: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Return each part of the host's memory with its part of ``memory``."""
-        found = []
+        pairs = []
         pieces = iter(self._pieces)
         piece = next(pieces, torch.empty(0, dtype=torch.uint8))
         for begin, end in self._ranges:
@@ -64,9 +64,9 @@ class HostCopy:
                 if not len(piece):
                     piece = next(pieces)
                 count = min(len(piece), end - begin)
-                found.append((piece[:count], memory[begin : begin + count]))
+                pairs.append((piece[:count], memory[begin : begin + count]))
                 piece, begin = piece[count:], begin + count
-        return found
+        return pairs
 
     def _allocate(self, size: int) -> None:
         self._free()

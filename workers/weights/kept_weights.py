@@ -44,7 +44,7 @@ class KeptWeights:
     """One rank's memory for its weights.
 
     Args:
-        path: of the memory; empty: this rank has none.
+        path: the path of the memory; empty: this rank has none.
         stream: copies run on it.
         answer: sends an answer to the driver. Called from any thread.
     """

@@ -72,7 +72,7 @@ class LateRankWeights:
 
 def _torch_version() -> str:
     """Return ``torch.__version__`` without the import of torch, or "" if it is not installed."""
-    found = find_spec("torch")
-    if found is None or found.origin is None:
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:
         return ""
-    return str(runpy.run_path(str(Path(found.origin).with_name("version.py")))["__version__"])
+    return str(runpy.run_path(str(Path(torch.origin).with_name("version.py")))["__version__"])

@@ -70,25 +70,25 @@ class PeerCopy:
     def send(self, message: SendPeerCopy) -> None:
         """Answer with a ``PeerCopyOffer``, then send the weights once the receiver connects."""
         link = self._fresh()
-        found: dict[str, Any] = {}
+        ready: dict[str, Any] = {}
 
         def offer() -> PeerCopyOffer:
-            found["live"] = self._engine.live.tensors()
+            ready["live"] = self._engine.live.tensors()
             link.store = Store(self._host, message.timeout)
             port = link.store.port
             # A client of our own store, like the receiver: it breaks when the store is closed.
-            found["store"] = connect_store(self._host, port, message.timeout)
-            return PeerCopyOffer(self._host, port, digest(found["live"]))
+            ready["store"] = connect_store(self._host, port, message.timeout)
+            return PeerCopyOffer(self._host, port, digest(ready["live"]))
 
         def transfer() -> None:
-            if "store" in found:
+            if "store" in ready:
                 # The receiver reports a failure. torch raises RuntimeError.
                 quiet = contextlib.suppress(SglrlError, RuntimeError)
                 with quiet, _before_others():
                     # Until the receiver connects, nothing but this wait must be interrupted.
-                    found["store"].wait([_ARRIVED])
+                    ready["store"].wait([_ARRIVED])
                     with self._engine.live.reading():
-                        self._transfer(link, found["store"], 0, found["live"], message.timeout)
+                        self._transfer(link, ready["store"], 0, ready["live"], message.timeout)
             link.abandon()
 
         link.submit(lambda: self._answer(perform(message.id, SEND, offer)))

@@ -15,8 +15,8 @@ from sglrl.wire.codec import decode_to_rank, encode
 from sglrl.wire.processes import WorkerSpec
 from sglrl.wire.weights import RankAnswer, RankHello, RankSettings, rank_identity
 
-from ..broken_connection import RECONNECT_SECONDS, BreakWatch
 from ..engine.loop import IDLE_WAIT
+from ..liveness import RECONNECT_SECONDS, BreakWatch
 
 logger = logging.getLogger("sglrl.worker")
 
@@ -25,7 +25,7 @@ class RankSocket:
     """Receives messages and sends answers until ``close``.
 
     Args:
-        settings: for the first message.
+        settings: the settings that the first message contains.
         handle: called on the socket's thread with every message.
         give_up: ``give_up()`` gives up the current update, because the connection broke. It returns
             whether live weights are partly new. It is called on the socket's thread.

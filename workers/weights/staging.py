@@ -98,12 +98,12 @@ class Update:
 
     def views(self, bucket: int, memory: torch.Tensor) -> Staged:
         """Return the bucket's tensors as views of ``memory``, by name."""
-        found: Staged = {}
+        views: Staged = {}
         for index in self._within[bucket]:
             place, spec = self.layout.places[index], self.message.tensors[index]
             flat = memory[place.offset : place.offset + place.nbytes]
-            found[spec.name] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
-        return found
+            views[spec.name] = flat.view(getattr(torch, spec.dtype)).view(spec.shape)
+        return views
 
     def bind(self, bind: Callable[[Staged], Any]) -> None:
         """Bind all staged tensors with ``WeightEngine.bind``, unless they are in ``spare``."""

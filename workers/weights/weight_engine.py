@@ -149,7 +149,7 @@ def overwriting(engine: WeightEngine, id_: int, version: int, timeout: float) ->
     If the block raises, the weights are of no version, and the driver ends the worker.
 
     Args:
-        id_: of the message that asks for it.
+        id_: the id of the message that asks for the copy.
         timeout: seconds for the engine to stop.
 
     Raises:

@@ -59,7 +59,7 @@ class Report:
 
     logprobs_mode: as in ``SamplingParams``.
     mask: report the tokens that could be drawn.
-    temperature: of the scores of given tokens.
+    temperature: the temperature of the scores of given tokens.
     """
 
     rid: str

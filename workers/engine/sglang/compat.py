@@ -115,8 +115,8 @@ def matched(match: Any) -> int:
 
     Version 0.5.23 no longer returns their slots.
     """
-    found = getattr(match, "device_prefix_len", None)
-    return len(match.device_indices) if found is None else int(found)
+    length = getattr(match, "device_prefix_len", None)
+    return len(match.device_indices) if length is None else int(length)
 
 
 def clear_kv_cache(scheduler: Any) -> None:

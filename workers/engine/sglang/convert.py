@@ -115,20 +115,20 @@ class Samplings:
         Raises:
             InvalidRequest: the values are wrong, or SGLang rejects them.
         """
-        found = self._known.get((raw, stream))
-        if found is None:
+        entry = self._known.get((raw, stream))
+        if entry is None:
             s = _sampling.decode(raw)
             interval = self._stream_interval if stream else PROGRESS_TOKENS
             grammar = _engine_grammar(s, self._spaces)
             params = sampling_params(s, grammar, interval, self._tokenizer, self._vocab_size)
             check_given(s.token_ids_logprob, self._vocab_size)
             check_declared(s.logit_processor, self._processors)
-            found = params, _wanted(s)
+            entry = params, _wanted(s)
             if len(self._known) >= _SAMPLINGS:
                 self._known.clear()
-            self._known[raw, stream] = found
+            self._known[raw, stream] = entry
         # Copy, because SGLang changes some parameters for one request.
-        return copy.copy(found[0]), found[1]
+        return copy.copy(entry[0]), entry[1]
 
 
 def _engine_grammar(s: SentSampling, spaces: bool | None) -> dict[str, str]:
@@ -425,13 +425,13 @@ def score_chunk(
 
 def _parts(parts: list[tuple[int, Versions]], which: int) -> bytes:
     """Return (number of tokens, version) of each part as int32, or b"" if there is one version."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for count, versions in parts:
-        if found and found[-1][1] == versions[which]:
-            found[-1][0] += count
+        if runs and runs[-1][1] == versions[which]:
+            runs[-1][0] += count
         else:
-            found.append([count, versions[which]])
-    return np.array(found, dtype="<i4").tobytes() if len(found) > 1 else b""
+            runs.append([count, versions[which]])
+    return np.array(runs, dtype="<i4").tobytes() if len(runs) > 1 else b""
 
 
 def rest_of(request: Any, sent: int) -> SimpleNamespace:

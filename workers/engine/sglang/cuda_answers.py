@@ -31,7 +31,7 @@ class Device(msgspec.Struct, frozen=True):
 
     Attributes:
         capability: its compute capability.
-        properties: of ``torch.cuda.get_device_properties``, as far as they are numbers or text.
+        properties: the numbers and texts of ``torch.cuda.get_device_properties``.
     """
 
     name: str
@@ -50,8 +50,7 @@ def devices() -> list[Device]:
     Raises:
         RuntimeError: CUDA does not work.
     """
-    found: list[Device] = msgspec.json.decode(_in_child(_ask), type=list[Device])
-    return found
+    return msgspec.json.decode(_in_child(_ask), type=list[Device])
 
 
 def _ask() -> bytes:
@@ -96,13 +95,13 @@ def _in_child(function: Callable[[], bytes]) -> bytes:
             os._exit(status)
     os.close(writing)
     with open(reading, "rb") as file:
-        found = file.read()
+        answer = file.read()
     status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if status == -signal.SIGALRM:
         raise RuntimeError(f"CUDA did not start within {_SECONDS} s in a fork of this process")
     if status != 0:
         raise RuntimeError("CUDA does not work in a fork of this process")
-    return found
+    return answer
 
 
 @contextlib.contextmanager

@@ -22,11 +22,11 @@ def server_info(scheduler: Any) -> dict[str, Any]:
     """
     args = scheduler.server_args
     if hasattr(args, "resolved_dict"):
-        found = args.resolved_dict()
+        info = args.resolved_dict()
     else:
-        found = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
-    found |= scheduler.get_init_info() | {"version": compat.VERSION}
-    plain: dict[str, Any] = msgspec.to_builtins(found, enc_hook=repr, str_keys=True)
+        info = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+    info |= scheduler.get_init_info() | {"version": compat.VERSION}
+    plain: dict[str, Any] = msgspec.to_builtins(info, enc_hook=repr, str_keys=True)
     return plain
 
 

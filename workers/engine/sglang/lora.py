@@ -95,10 +95,10 @@ class Adapters:
     @property
     def target_modules(self) -> tuple[str, ...]:
         """The names of modules that adapters may change, as checkpoints have them."""
-        found: set[str] = set()
+        names: set[str] = set()
         for name in self._manager.target_modules:
-            found.update(STACKED.get(name, (name,)))
-        return tuple(sorted(found))
+            names.update(STACKED.get(name, (name,)))
+        return tuple(sorted(names))
 
     def cache_key(self, uid: str) -> str:
         """Return the part of the key of the KV cache that no two versions of adapters share."""
@@ -215,13 +215,13 @@ class Adapters:
             begin, end = end, end + len(part.data)
             memory[begin:end] = part.data
         flat = flat.to(device, non_blocking=True)
-        found, end = {}, 0
+        tensors, end = {}, 0
         for spec in (spec for part in command.parts for spec in part.tensors):
             dtype = getattr(torch, spec.dtype)
             begin, end = end, end + prod(spec.shape) * dtype.itemsize
             tensor = flat[begin:end].view(dtype).view(spec.shape)
-            found[spec.name] = tensor.to(self._manager.dtype)
-        return found
+            tensors[spec.name] = tensor.to(self._manager.dtype)
+        return tensors
 
     def _adapter(self, command: PrepareAdapter, tensors: Mapping[str, torch.Tensor]) -> Any:
         manager = self._manager
@@ -256,7 +256,7 @@ class Adapters:
             InvalidAdapter: a module is not in the pool, or a tensor does not fit it.
         """
         modules = {name: m for layer in self._manager.lora_modules for name, m in layer.items()}
-        found = dict(given)
+        completed = dict(given)
         for name, tensor in given.items():
             module = modules.get(parent_of(name))
             if module is None:
@@ -270,13 +270,13 @@ class Adapters:
             for (leaf, other), size in zip(stack.items(), sizes, strict=True):
                 shape = tuple(tensor.shape) if is_a else (size, tensor.shape[1])
                 if other not in given:
-                    found[other] = tensor.new_zeros(shape)
+                    completed[other] = tensor.new_zeros(shape)
                 elif tuple(given[other].shape) != shape:
                     raise InvalidAdapter(
                         f"{other} has the shape {list(given[other].shape)}, and {leaf} needs "
                         f"{list(shape)}"
                     )
-        return found
+        return completed
 
     def _check(self, adapter: Any) -> None:
         """Check that the stacked tensors have the shapes of their places in SGLang's pool.

@@ -71,10 +71,10 @@ class LoraCalls:
 
     def uid(self, name: str) -> str:
         """Return SGLang's id of an table. Raise ``UnknownAdapter`` if it is not loaded."""
-        found = self.live.get(name)
-        if found is None:
+        adapter = self.live.get(name)
+        if adapter is None:
             raise UnknownAdapter(f"no adapter {name!r} is loaded: use client.load_lora")
-        return found.uid
+        return adapter.uid
 
     def version(self, uid: str) -> int:
         """Return the version of an adapter after all commands that were made."""

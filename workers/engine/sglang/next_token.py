@@ -137,18 +137,18 @@ class Rows:
                 torch.log_softmax(logits[rows], dim=-1, dtype=torch.float32, out=target)
             return
         logprobs = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
-        found: list[Any] = []
+        tensors: list[Any] = []
         if whole and not self._slots:
-            found.append(logprobs)
+            tensors.append(logprobs)
         if most:
             values, ids = logprobs.topk(most)
-            found += [values, ids.to(torch.int32)]
+            tensors += [values, ids.to(torch.int32)]
         if stream is not None:
             stream.wait_stream(torch.cuda.current_stream(logits.device))
             with torch.cuda.stream(stream):
                 for rows, target in self._targets():
                     target.copy_(logprobs[rows], non_blocking=True)
-                found = [_to_host(tensor, stream) for tensor in found]
+                tensors = [_to_host(tensor, stream) for tensor in tensors]
                 logprobs.record_stream(stream)
                 self._done = torch.cuda.Event()
                 self._done.record()
@@ -156,9 +156,9 @@ class Rows:
             for rows, target in self._targets():
                 target.copy_(logprobs[rows])
         if most:
-            self._top_rows = found[-2:]
+            self._top_rows = tensors[-2:]
         if whole and not self._slots:
-            self._full_rows = found[0]
+            self._full_rows = tensors[0]
 
     def _targets(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Yield slices of the rows, each with its target in shared memory."""
@@ -209,13 +209,13 @@ class Rows:
 
 def _runs(slots: Sequence[int]) -> list[list[int]]:
     """Group the slots into runs of neighbours in one piece of memory."""
-    found: list[list[int]] = []
+    groups: list[list[int]] = []
     for slot in slots:
-        if found and found[-1][-1] + 1 == slot and slot % TOGETHER:
-            found[-1].append(slot)
+        if groups and groups[-1][-1] + 1 == slot and slot % TOGETHER:
+            groups[-1].append(slot)
         else:
-            found.append([slot])
-    return found
+            groups.append([slot])
+    return groups
 
 
 def _pin(piece: NDArray[np.float32]) -> None:

@@ -65,9 +65,9 @@ class Patch:
         """
         reasons = []
         for target in (*self.wraps, *self.reads):
-            found = digest(target, folder)
-            if found not in KNOWN.get(target, {}):
-                state = f"has an unknown source (digest {found})" if found else "does not exist"
+            source = digest(target, folder)
+            if source not in KNOWN.get(target, {}):
+                state = f"has an unknown source (digest {source})" if source else "does not exist"
                 reasons.append(f"{target} {state}")
         return ", ".join(reasons)
 

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from ...mailbox import Mailbox
-from ..token_rate import TokenRate
+from ..speed import TokenRate
 from .next_token import NextTokens
 from .tracked_request import TrackedRequest
 
@@ -22,7 +22,7 @@ class RequestTable:
         cancelled: ids of requests that the driver has cancelled, and SGLang has received.
         returned: ids of requests that return their tokens so far.
         begun: time of ``time.monotonic`` at which the engine was ready.
-        rate: of generated tokens, also those of requests that run.
+        rate: the generated tokens per second, also those of requests that run.
     """
 
     def __init__(self, mailbox: Mailbox) -> None:

@@ -7,15 +7,18 @@ import logging
 import os
 import sys
 import time
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from sglang.srt.server_args import ServerArgs
 
+from sglrl.errors import SglrlError
+from sglrl.inference.hub_errors import unfetched
 from sglrl.wire.processes import EngineSpec, WorkerSpec
 
-from ...heartbeat import start_heartbeats
+from ...liveness import start_heartbeats
 from ...mailbox import Mailbox
 from ...weights.rank_channel import RankWeights
 from . import compat
@@ -113,8 +116,30 @@ def build(body: EngineSpec, adapter: Adapter | None) -> SglrlScheduler:
     return scheduler
 
 
+@contextmanager
+def _explained(model: str) -> Iterator[None]:
+    """Exit with an explanation if the hub, or an error of ours, keeps the engine from starting.
+
+    The explanation is the last output of the process. Other errors propagate unchanged.
+    """
+    try:
+        yield
+    except Exception as error:
+        text = str(error) if isinstance(error, SglrlError) else unfetched(model, error)
+        if text is None:
+            raise
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
+        os._exit(1)
+
+
 def run_scheduler(spec: WorkerSpec, body: EngineSpec) -> None:
     """Build the scheduler, send ``Ready``, and run the event loop until ``Shutdown``."""
+    with _explained(body.model):
+        _run(spec, body)
+
+
+def _run(spec: WorkerSpec, body: EngineSpec) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     logging.basicConfig(
         level=str(body.args.get("log_level", "warning")).upper(),

@@ -33,7 +33,7 @@ from sglrl.errors import EngineError
 from sglrl.wire.calls import Heartbeat
 
 from ..loop import IDLE_WAIT
-from ..step_clock import StepClock
+from ..speed import StepClock
 from . import compat, resume
 from .accelerations.queries import Queries, is_query
 from .adapter import Adapter

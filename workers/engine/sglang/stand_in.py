@@ -54,8 +54,8 @@ class StandIn:
     def live(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the model's own tensor for a tensor of the copy, or for a view of one."""
         owner = self._live[storage_id(tensor)]
-        found = torch.empty(0, dtype=tensor.dtype, device=owner.device)
-        return found.set_(
+        view = torch.empty(0, dtype=tensor.dtype, device=owner.device)
+        return view.set_(
             owner.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride()
         )
 

@@ -74,13 +74,13 @@ class Plan:
 
         Return None unless all tensors lie in ``memory`` exactly as they arrive.
         """
-        found = {}
+        ranges = {}
         for name, target in self.straight.items():
             begin = target.data_ptr() - memory.data_ptr()
             end = begin + target.nbytes
             if 0 <= begin <= end <= memory.nbytes:
-                found[name] = (begin, end)
-        return found if len(found) == len(self.copies) else None
+                ranges[name] = (begin, end)
+        return ranges if len(ranges) == len(self.copies) else None
 
 
 class Spare:
@@ -215,9 +215,9 @@ def plan_of(model: Any, folder: Path, config: Any) -> Plan:
     Raises:
         EngineError: the model cannot be updated, or the names of its tensors are not known.
     """
-    found = checkpoint_tensors(folder, config)
-    if found is not None:
-        return make_plan(model, *found)
+    checkpoint = checkpoint_tensors(folder, config)
+    if checkpoint is not None:
+        return make_plan(model, *checkpoint)
     # There is no checkpoint, for example because the weights are random. So the names are guessed,
     # and a guess must cover the whole model.
     wrong = ""
@@ -333,11 +333,11 @@ def checkpoint_tensors(folder: Path, config: Any) -> tuple[Names, set[str]] | No
         return None
     from safetensors import safe_open
 
-    found: Names = []
+    named: Names = []
     for file in weight_files(folder):
         with safe_open(file, framework="pt", device="cpu") as opened:
-            found += [(n, tuple(opened.get_slice(n).get_shape())) for n in opened.keys()]  # noqa: SIM118
-    return found, _tied_names(config) - {name for name, _ in found}
+            named += [(n, tuple(opened.get_slice(n).get_shape())) for n in opened.keys()]  # noqa: SIM118
+    return named, _tied_names(config) - {name for name, _ in named}
 
 
 def _tied_names(config: Any) -> set[str]:
@@ -356,11 +356,11 @@ def _guesses(config: Any) -> Iterator[tuple[Names, set[str]]]:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     tied = _tied_names(config)
-    found = [
+    named = [
         (name, tuple(tensor.shape))
         for name, tensor in model.state_dict().items()
         if tensor.is_floating_point() and name not in tied
     ]
-    yield found, tied
+    yield named, tied
     for names in EXPERT_NAMES:
-        yield names_apart(found, names), tied
+        yield names_apart(named, names), tied

@@ -259,9 +259,9 @@ class Queries:
             end = begin + query.new
             new = slots[begin:end]
             key = RadixKey(query.request.input_ids[query.cached :], query.request.extra_key)
-            found, _ = self._tree._insert_helper(query.node, key, new)
-            if found:
-                double.append(new[:found])
+            known, _ = self._tree._insert_helper(query.node, key, new)
+            if known:
+                double.append(new[:known])
             begin = end
         if double:
             self._scheduler.token_to_kv_pool_allocator.free(torch.cat(double))

@@ -218,21 +218,23 @@ def attend(
         )
         if causal:
             asked = asked.transpose(0, 1)[None]
-            found = scaled_dot_product_attention(
+            attended = scaled_dot_product_attention(
                 asked, key, value, is_causal=True, scale=scaling, enable_gqa=heads != shared
             )
-            found = found[0].transpose(0, 1)
+            attended = attended[0].transpose(0, 1)
         else:
             # Heads that share keys become more queries of one head.
             asked = asked.view(n, q, shared, heads // shared, -1).permute(0, 2, 3, 1, 4)
             asked = asked.reshape(n, shared, heads // shared * q, -1)
             if mask is not None and q > 1:
                 mask = mask.repeat(1, 1, heads // shared, 1)
-            found = scaled_dot_product_attention(asked, key, value, attn_mask=mask, scale=scaling)
-            found = found.view(n, shared, heads // shared, q, -1).permute(0, 3, 1, 2, 4)
-            found = found.reshape(n * q, heads, -1)
+            attended = scaled_dot_product_attention(
+                asked, key, value, attn_mask=mask, scale=scaling
+            )
+            attended = attended.view(n, shared, heads // shared, q, -1).permute(0, 3, 1, 2, 4)
+            attended = attended.reshape(n * q, heads, -1)
         if tokens is None:
-            output.copy_(found)
+            output.copy_(attended)
         else:
             # A repeated token has the same result each time.
-            output[tokens] = found
+            output[tokens] = attended

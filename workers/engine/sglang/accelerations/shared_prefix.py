@@ -77,12 +77,12 @@ class SharedPrefix:
             return set()
         candidates = waiting[:_MOST]
         both = begun + candidates
-        found = followers(
+        indices = followers(
             [_prompt(request) for request in begun],
             [_prompt(request) for request in candidates],
             lambda index: self._cached(both[index]),
         )
-        return {candidates[index] for index in found}
+        return {candidates[index] for index in indices}
 
     def _cached(self, request: Any) -> int:
         """Return the number of the request's tokens in the prefix cache."""

@@ -112,13 +112,13 @@ def _match(params: Any, text: str, least: int) -> Any:
     for stop in params.stop_regex_strs:
         try:
             pattern = schedule_batch.re.compile(stop)
-            found = pattern.search(text)
-            while found is not None and found.end() <= least:
-                found = pattern.search(text, found.start() + 1)
+            match = pattern.search(text)
+            while match is not None and match.end() <= least:
+                match = pattern.search(text, match.start() + 1)
         except (schedule_batch.re.error, RecursionError) as error:
             return FINISH_ABORT(
                 f"invalid stop_regex {stop!r}: {error}", HTTPStatus.BAD_REQUEST, "BadRequestError"
             )
-        if found is not None:
+        if match is not None:
             return FINISHED_MATCHED_REGEX(matched=stop)
     return None

@@ -74,18 +74,18 @@ def names() -> tuple[str, ...]:
 def _load(name: str) -> CustomLogitProcessor:
     module, _, class_ = name.partition(":")
     try:
-        found = getattr(importlib.import_module(module), class_)
+        processor = getattr(importlib.import_module(module), class_)
     except Exception as error:
         raise EngineError(
             f"the logit processor {name!r} cannot be imported: {_text(error)}"
         ) from error
-    if not (isinstance(found, type) and issubclass(found, CustomLogitProcessor)):
+    if not (isinstance(processor, type) and issubclass(processor, CustomLogitProcessor)):
         raise EngineError(
             f"the logit processor {name!r} is not a subclass of CustomLogitProcessor "
             "(sglang.srt.sampling.custom_logit_processor)"
         )
     try:
-        return found()
+        return processor()
     except Exception as error:
         raise EngineError(
             f"the logit processor {name!r} cannot be instantiated: {_text(error)}"

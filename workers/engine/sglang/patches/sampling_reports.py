@@ -106,14 +106,14 @@ def attach(batch: Any) -> None:
 
 
 def _rows(requests: list[Any]) -> Rows | None:
-    found = [
+    wanted = [
         (i, request.sglrl_report)
         for i, request in enumerate(requests)
         if hasattr(request, "sglrl_report")
     ]
-    raw = [i for i, report in found if report.logprobs_mode == RAW_LOGPROBS]
-    masks = [i for i, report in found if report.mask]
-    processed = [i for i, report in found if report.logprobs_mode == PROCESSED_LOGPROBS]
+    raw = [i for i, report in wanted if report.logprobs_mode == RAW_LOGPROBS]
+    masks = [i for i, report in wanted if report.mask]
+    processed = [i for i, report in wanted if report.logprobs_mode == PROCESSED_LOGPROBS]
     given = [i for i in processed if requests[i].logprob.token_ids_logprob is not None]
     packed = [*masks, *(i for i in given if i not in masks)]
     rows = [*packed, *(i for i in processed if i not in packed)]
@@ -188,7 +188,7 @@ def _patch_sampler() -> None:
         rows = info.sglrl_reports
         if rows is None:
             return ids
-        found, info.sglrl_limited = info.sglrl_limited, None
+        limited, info.sglrl_limited = info.sglrl_limited, None
         raw, info.sglrl_raw = info.sglrl_raw, None
         if return_logprob:
             # With ``rl_on_policy_target``, SGLang's own have 16 bits.
@@ -196,11 +196,11 @@ def _patch_sampler() -> None:
         bits = None
         if rows.packed:
             columns = output.next_token_logits.shape[1]
-            bits = _with_drawn(found, ids.index_select(0, _index(rows.packed, ids)), columns)
+            bits = _with_drawn(limited, ids.index_select(0, _index(rows.packed, ids)), columns)
         if return_logprob and rows.raw:
             _write_raw(output, ids, rows.raw, raw, top, given)
         if return_logprob and rows.processed:
-            _write_processed(output, rows, found, bits, top, given)
+            _write_processed(output, rows, limited, bits, top, given)
         if rows.masks:
             assert bits is not None
             output.sglrl_masks = rows.masks, to_host(bits[: len(rows.masks)])
@@ -255,21 +255,21 @@ def _pack(drawable: torch.Tensor) -> torch.Tensor:
     return (padded * powers).sum(-1, dtype=torch.uint8)
 
 
-def _with_drawn(found: Limited | None, drawn: torch.Tensor, columns: int) -> torch.Tensor:
+def _with_drawn(limited: Limited | None, drawn: torch.Tensor, columns: int) -> torch.Tensor:
     """Return the bits of the packed rows, including the drawn tokens.
 
     Tensor-parallel ranks may agree on a token that rounding excludes on this rank.
 
     Args:
-        found: None: SGLang took the top tokens of all rows.
+        limited: the limited rows. None: SGLang took the top tokens of all rows.
         drawn: tokens of these rows.
     """
-    if found is None:
+    if limited is None:
         bits = torch.zeros(
             (len(drawn), -(-columns // _WORD) * _WORD // 8), dtype=torch.uint8, device=drawn.device
         )
     else:
-        bits = found.bits
+        bits = limited.bits
     drawn = drawn.long()[:, None]
     byte = drawn >> 3
     own = (1 << (drawn & 7)).to(torch.uint8)
@@ -301,7 +301,7 @@ def _write_raw(
 def _write_processed(
     output: Any,
     rows: Rows,
-    found: Limited | None,
+    limited: Limited | None,
     bits: torch.Tensor | None,
     top: list[int],
     given: list[list[int] | None],
@@ -311,16 +311,16 @@ def _write_processed(
     Limits remove the least likely tokens, so the likeliest ones keep their order.
 
     Args:
-        bits: of ``rows.packed``, with the drawn tokens.
+        bits: the bits of ``rows.packed``, with the drawn tokens.
     """
     logprobs = output.next_token_logprobs
     at = _index(rows.processed, logprobs)
     before = logprobs.index_select(0, at)
-    if found is None:
+    if limited is None:
         total, count = before, torch.ones_like(before)
     else:
         where = _index(rows.processed_at, logprobs)
-        total, count = found.total.index_select(0, where), found.count.index_select(0, where)
+        total, count = limited.total.index_select(0, where), limited.count.index_select(0, where)
     # Rounding may leave a little of the only drawable token's logprob.
     logprobs.index_copy_(0, at, (before - total).clamp_(max=0).masked_fill_(count == 1, 0.0))
     for row, place, own, most in zip(rows.processed, rows.processed_at, total, count, strict=True):
@@ -343,7 +343,7 @@ def _within(
 
     Args:
         values: their logprobs before the limits.
-        total, count: of the distribution, see ``Limited``.
+        total, count: the fields of ``Limited``.
     """
     least = torch.finfo(values.dtype).min
     return torch.where(inside, (values - total).clamp(max=0).masked_fill(count == 1, 0.0), least)

@@ -35,8 +35,8 @@ def attach(requests: Sequence[Any]) -> None:
     """Set the temperatures of a prefill that is about to run."""
     global _temperatures
     reports = [getattr(request, "sglrl_report", None) for request in requests]
-    found = [1.0 if report is None else report.temperature for report in reports]
-    _temperatures = found if any(one != 1 for one in found) else None
+    temperatures = [1.0 if report is None else report.temperature for report in reports]
+    _temperatures = temperatures if any(one != 1 for one in temperatures) else None
 
 
 def _divided(get_logits: Any, divisors: list[float]) -> Any:
