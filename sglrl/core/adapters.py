@@ -33,10 +33,11 @@ _FLOATS: Final = ("float32", "float16", "bfloat16")
 def own_name(name: str) -> str:
     """Return the name of a tensor in an adapter's file.
 
-    A ``PeftModel`` adds the name of the adapter. Only the name "default" is removed.
+    A tensor of a ``PeftModel`` also has the adapter's name in its name. The function removes it if
+    it is "default".
 
     Raises:
-        InvalidAdapter: this is not the name of a tensor of an adapter.
+        InvalidAdapter: ``name`` is not the name of a tensor of an adapter.
     """
     module, part = _parse(name)
     return f"base_model.model.{module}.lora_{part}.weight"
@@ -69,10 +70,10 @@ def parent_of(name: str) -> str:
 
 
 def siblings(name: str) -> dict[str, str]:
-    """Return the names of this tensor of all modules that the engine stacks with its module.
+    """Return the corresponding tensors of all modules that the engine stacks with this module.
 
     Returns:
-        The names by the last parts of the names of the modules, in the order of the stack.
+        The name of each tensor by the last part of its module's name, in the order of the stack.
     """
     leaf = leaf_of(name)
     stack = STACKED.get(_PARENTS.get(leaf, ""), (leaf,))
@@ -85,12 +86,13 @@ def check_adapter(
     """Check that an adapter fits the engine.
 
     Args:
-        specs: the tensors, by the names that ``own_name`` returns.
+        specs: the tensors of the adapter, with the names that ``own_name`` returns.
         rank: the rank in the adapter's configuration.
-        model: the tensors of the model. None: they are not known.
+        info: the limits that the engine was launched with.
+        model: the tensors of the model, or None if they are not known.
 
     Raises:
-        InvalidAdapter: it does not.
+        InvalidAdapter: the adapter does not fit.
     """
     if rank > info.max_lora_rank:
         raise InvalidAdapter(

@@ -3,9 +3,9 @@
 Waiting calls are sent by priority. Within one priority the clients with waiting calls take turns.
 Within one client the oldest call is first.
 
-One rule changes this order within a priority: a member skips a call whose prefix another member
-holds, and takes a later call instead. A skipped call may thus wait about twice as long as without
-this rule. After that, any member takes it.
+One rule changes this order within a priority: a member (one worker) skips a call whose prefix
+another member holds, and takes a later call instead. A skipped call may thus wait about twice as
+long as without this rule. After that, any member takes it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .members import READY, STALE, Member
 from .routing import Router
 
 _PATIENCE: Final = 64
-"""Number of times that a call may be passed, in addition to a share for each waiting call."""
+"""Number of times that later calls may always pass a call. ``_is_passed_enough`` adds to it."""
 _LOOKS: Final = 64
 """Maximum number of calls that one dispatch moves to the member that holds their prefix."""
 
@@ -68,7 +68,7 @@ class CallQueue:
         self._max_per_client = config.max_queue if per_client is None else per_client
 
     def add_client(self, max_unread: int = NO_LIMIT) -> ClientState:
-        """Return a new client, which has the last turn.
+        """Return a new client, which is served after all other clients.
 
         Args:
             max_unread: the client's waiting calls are sent only while it has fewer unread bytes of
@@ -78,7 +78,7 @@ class CallQueue:
         return ClientState(self._turns, max_unread)
 
     def push(self, call: Call, *, limited: bool) -> None:
-        """Add a call. A call that names no client is a call of the pool's own client.
+        """Add a call. A call without a client becomes a call of the pool's own client.
 
         Raises:
             Overloaded: the call is ``limited``, and would exceed a limit of the queue.
@@ -133,7 +133,7 @@ class CallQueue:
         return Overloaded(f"{what}; await some of them before you submit more")
 
     def _forget(self, call: Call) -> None:
-        """Stop counting a call that has been taken out."""
+        """Stop counting a call that has left the queue."""
         client, route = call.client, call.route
         assert client is not None
         size = call.queued_bytes
@@ -179,12 +179,13 @@ class CallQueue:
         member.returning.clear()
 
     def assign(self, member: Member | None) -> Iterator[tuple[Call, Member]]:
-        """Take calls out for members with room, until no call or no room is left.
+        """Take calls from the queue for members with room, until no call or no room is left.
 
         The caller must reserve the place of a call at its member before it takes the next call.
 
         Args:
-            member: the member that gained room, if any. Calls that are pinned to it are first.
+            member: the member that gained room, if any. Calls that are pinned to it are taken
+                first.
         """
         if member is not None:
             while member.has_room and (call := member.pinned.first()) is not None:
@@ -205,8 +206,8 @@ class CallQueue:
     def describe(self, call: Call) -> str:
         """Return where a queued call waits, in words.
 
-        The text includes the reason if the client does not read, or if no worker that may take the
-        call serves.
+        The text includes the reason if the client does not read its answers, or if no worker that
+        may take the call is ready.
         """
         client, pinned = call.client, call.pinned
         if client is not None and client.blocked:
@@ -222,7 +223,7 @@ class CallQueue:
         return f"in the queue: {what} ({counts or 'there is none'})"
 
     def _take_turn(self, call: Call) -> None:
-        """Stop counting a call that was taken out. Its client is served again after all others."""
+        """Stop counting a call that has left the queue. Serve its client after all others."""
         self._forget(call)
         client = call.client
         assert client is not None
@@ -268,10 +269,10 @@ class CallQueue:
         return call
 
     def _is_passed_enough(self, call: Call) -> bool:
-        """Return True if the call has been passed as often as is allowed.
+        """Return True if later calls have passed this call as often as is allowed.
 
-        The limit is proportional to the wait of a call in a fair order. There, a client that comes
-        last waits for one call of each client per call of its own.
+        The limit is proportional to the wait of the call in a fair order, in which one call of each
+        client is sent between two calls of the same client.
         """
         client = call.client
         assert client is not None
@@ -284,7 +285,7 @@ class CallQueue:
 
 
 def _bytes_of(call: Call) -> int:
-    """Return the bytes of a call without its prompt."""
+    """Return the number of bytes of a call without its prompt."""
     size = call.extra_bytes
     args = call.args
     if isinstance(args, Raw):

@@ -15,8 +15,7 @@ Invariants:
 
 * A call ends exactly once, and its caller is notified exactly once.
 * A cancelled call keeps its place in the worker's window until the worker confirms, because the
-  worker may still compute it. The caller of a CANCELLING call already has its answer. The
-  reservation is still held.
+  worker may still compute it. The caller of a CANCELLING call no longer waits for it.
 """
 
 from __future__ import annotations
@@ -49,34 +48,35 @@ LEGAL: Final[dict[int, tuple[int, ...]]] = {
 }
 
 _SPARE: Final = 64
-"""Entries of ended calls that may be kept, in addition to twice the live calls."""
+"""The heap is cleaned when it has this many entries more than twice the number of live calls."""
 
 
 class Call:
-    """One call and its state. The shell creates it; the fabric owns it from its submission.
+    """One call and its state. The shell creates the call and gives it to the fabric to submit it.
 
     Attributes:
-        args: a frozen struct of the endpoint's arguments, encoded when the call is sent; or ``Raw``
-            arguments that are already encoded.
-        reply: opaque to the core, which returns it in the effects.
-        stream: the caller receives chunks as they arrive. The caller would therefore notice if a
-            running call started again from the beginning.
+        args: a frozen struct of the endpoint's arguments, which is encoded when the call is sent,
+            or ``Raw`` arguments that are already encoded.
+        reply: an object of the shell for the answer. The core only passes it on with the effects.
+        stream: whether the caller receives chunks as they arrive. If so, the caller would notice if
+            a running call started again from the beginning.
         bound_to: the process that must execute the call, or None. The call is pinned to its worker,
-            and ends with ``WorkerLost`` instead of running in a replacement, also if it is
+            and ends with ``WorkerLost`` instead of running in a replacement, even if it is
             idempotent.
-        resumable: another worker can continue from the chunks received so far.
-        losses: number of workers lost while they held the call, since its last chunk. A
+        resumable: whether another worker can continue from the chunks received so far.
+        losses: number of workers that were lost while they held the call, since its last chunk. A
             worker that is away does not count.
-        urgent: send the call at once to the READY worker to which it is pinned, even if the
-            worker's window is full. An urgent call concerns the calls that the worker holds.
+        urgent: whether to send the call at once to the READY worker to which it is pinned, even if
+            the worker's window is full. An urgent call concerns the calls that the worker holds.
         target: index of the worker in the remote pool, in a process without a pool of its own.
-        client: the client that made the call. For the pool's own client it is None until the call
-            waits.
+        client: the client that made the call. It is None for a call of the pool's own client until
+            the call waits.
         answer_bytes: size of the answer, if it is known in advance and the client has to read the
             answer; otherwise 0.
         extra_bytes: bytes of the call other than its prompt, raw frames and ``Raw`` arguments.
-        queued_bytes: bytes that count while the call waits, without its prompt.
-        passed: how often a call that is later in the order was sent before this call.
+        queued_bytes: bytes that the waiting call adds to ``CallQueue.queued_bytes``, without its
+            prompt.
+        passed: number of calls that were sent before this call although they are later in order.
     """
 
     __slots__ = (
@@ -169,8 +169,8 @@ class Call:
         """Return True if this call is served before the other.
 
         The higher priority is served first. Within one priority clients take turns: the client that
-        was served longest ago is first. Within one client the older call is first: ids count
-        submissions.
+        was served longest ago is first. Within one client the older call, with the lower id, is
+        first.
         """
         if self.priority != other.priority:
             return self.priority > other.priority
@@ -192,7 +192,7 @@ class Deadlines:
     """The deadlines of live calls. Entries of ended calls are removed later.
 
     Args:
-        calls: the live calls by id, which the caller changes.
+        calls: the live calls by id. The caller adds and removes calls.
     """
 
     def __init__(self, calls: dict[int, Call]) -> None:

@@ -1,15 +1,15 @@
-"""The clients of a pool: its own client, and each client in another process."""
+"""The state of each client of a pool: its own client, and the clients in other processes."""
 
 from __future__ import annotations
 
 from typing import Final, Protocol
 
 NO_LIMIT: Final = 1 << 60
-"""Larger than any number of bytes."""
+"""A limit that is larger than any number of bytes."""
 
 
 class Queue(Protocol):
-    """A queue of calls: a ``FairQueue``."""
+    """The part of a ``FairQueue`` that a client uses."""
 
     def rejoin(self, client: ClientState) -> None:
         """Consider the calls of this client again."""
@@ -42,7 +42,7 @@ class ClientState:
 
     @property
     def blocked(self) -> bool:
-        """Whether its calls wait until the client has read more."""
+        """Whether the calls of the client wait until it has read more of its answers."""
         return self.unread >= self.max_unread
 
     def wake(self) -> bool:

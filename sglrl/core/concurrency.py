@@ -8,8 +8,8 @@ Before preemptions occur, an engine is full: requests wait there, its KV cache i
 its steps are slow. Then the limit stops rising. More concurrent agents would only make each agent
 slower, its tokens older, and its group later.
 
-Agents load the engines some time after they start, so the limit may rise too far. It falls by the
-requests that did not run during a whole interval, except a margin.
+Agents load the engines some time after they start, so the limit may rise too far. It then falls by
+the number of requests that waited during a whole interval, less a margin.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Final
 from ..wire.calls import Load
 
 FULL: Final = 0.9
-"""KV usage from which an engine counts as full."""
+"""Share of the KV cache in use from which an engine counts as full."""
 SLOW: Final = 8.0
 """The engines are full when their steps take this many times their shortest step, on average.
 
@@ -28,21 +28,21 @@ A step takes a fixed time and a time for each request. At this factor, twice as 
 add 7 % to the tokens per second. At twice this factor, the limit falls.
 """
 SHORTEST: Final = 0.005
-"""Seconds. A shorter step counts as this long, because other programs may delay it that much."""
+"""Seconds. A shorter step counts as this long, because other programs may delay a step as much."""
 MARGIN: Final = 0.2
-"""Share of the agents whose requests may wait, so that an engine finds one when another ends. If
-twice as many wait, the limit falls."""
+"""Share of the agents whose requests may wait, so that an engine can start a request when another
+ends. If more than twice as many wait, the limit falls."""
 STEP: Final = 1.25
 """Growth factor of the limit after the engines have been full once."""
 SLOW_START: Final = 2.0
-"""Growth factor of the limit until the engines have been full once, or are half as slow as that."""
+"""Growth factor of the limit until the engines have once been full or half as slow as ``SLOW``."""
 BACK_OFF: Final = 0.8
 INTERVAL: Final = 0.25
-"""Seconds between two changes, at least. A change must take effect before the next change. So the
+"""Minimum seconds between two changes. A change must take effect before the next change, so the
 engines also compute at least one step for each agent between two changes."""
 STEPS: Final = 8
-"""Number of the engines' steps between two changes, at least. A new request joins the next step,
-and ``step_seconds`` follows a change within some steps."""
+"""Minimum number of engine steps between two changes. A new request joins the next step, and
+``step_seconds`` shows the effect of a change after some steps."""
 
 
 class Concurrency:
@@ -57,7 +57,7 @@ class Concurrency:
         self._decided_at = float("-inf")
         self._preempted: int | None = None
         self._done = 0
-        """The requests in all steps until the last decision."""
+        """The sum of the engines' ``Load.request_steps`` at the last decision."""
         self._spare = 1 << 30
         """Number of requests that have waited all the time since the last decision."""
 
@@ -66,7 +66,7 @@ class Concurrency:
 
         Args:
             now: seconds, monotonic.
-            in_use: number of running agents. The limit grows only if they reach it.
+            in_use: number of running agents. The limit grows only if this number reaches it.
             queued: number of calls that wait at the driver because the window of every engine is
                 full.
         """
@@ -84,7 +84,7 @@ class Concurrency:
         self._spare = min(self._spare, queued + len(loads) * min(load.waiting for load in loads))
         interval = max(INTERVAL, *(STEPS * load.step_seconds for load in loads))
         if now - self._decided_at < interval or in_use != self.limit:
-            # Agents below the limit need no higher one. Agents above it must end first.
+            # If fewer agents run, they need no higher limit. If more run, some must end first.
             return False
         done = sum(load.request_steps for load in loads)
         if done and self._done <= done < self._done + in_use:
@@ -118,5 +118,5 @@ class Concurrency:
 
 
 def _slowness(load: Load) -> float:
-    """The duration of the latest steps in units of the shortest step, or 0 if it is not known."""
+    """Return the duration of the latest steps divided by the shortest duration; 0 if unknown."""
     return load.step_seconds / max(load.shortest_step, SHORTEST) if load.shortest_step else 0.0

@@ -1,4 +1,4 @@
-"""The events of a driver, for the parts of a pool that follow them."""
+"""The interface by which a driver notifies the other parts of a pool of its events."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from ..wire.calls import Ready
 
 
 class DriverListener:
-    """Is notified of the events of a ``Driver`` (see ``Driver.add_listener``).
+    """Receives the events of a ``Driver`` (see ``Driver.add_listener``).
 
     A listener overrides the methods that it needs. They run on the event loop and must not block.
     ``worker`` is always an index.
@@ -24,13 +24,13 @@ class DriverListener:
         return False
 
     def before_serving(self, worker: int) -> None:
-        """The worker is about to accept calls. Calls submitted here reach it first."""
+        """The worker is about to accept calls. Calls submitted here reach it before all others."""
 
     def on_ready(self, worker: int, ready: Ready) -> None:
         """The worker is ready."""
 
     def on_unusable(self, worker: int, reason: str) -> None:
-        """The worker cannot be used: kill it."""
+        """The worker cannot be used and must be killed."""
 
     def on_drained(self, worker: int) -> None:
         """The worker accepts no calls and holds none."""
@@ -39,7 +39,7 @@ class DriverListener:
         """The worker is lost."""
 
     def on_away(self, worker: int) -> None:
-        """The connection to the worker is broken. If it returns, ``on_ready`` follows."""
+        """The connection to the worker is broken. If the worker returns, ``on_ready`` follows."""
 
     def on_loads(self) -> None:
         """An engine has reported its load."""

@@ -15,28 +15,28 @@ from .members import Member
 
 
 class Send(msgspec.Struct, frozen=True, gc=False):
-    """Send the call to the worker, in its next ``Submit``."""
+    """Send the call to the worker in the next ``Submit``."""
 
     member: Member
     call: Call
 
 
 class SendCancel(msgspec.Struct, frozen=True, gc=False):
-    """Tell the worker to stop the call, in its next ``Cancel``."""
+    """Send the call's id to the worker in the next ``Cancel``, which stops the call there."""
 
     member: Member
     id: int
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """Give a part of the answer to the caller."""
+    """Pass a part of the answer to the caller."""
 
     call: Call
     item: Item
 
 
 class End(msgspec.Struct, frozen=True, gc=False):
-    """Give the answer, or the error, to the caller. A call has exactly one end."""
+    """Pass the answer or the error to the caller. A call has exactly one end."""
 
     call: Call
     outcome: Item | SglrlError

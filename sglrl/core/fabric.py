@@ -36,7 +36,7 @@ _CHUNK = 0
 
 
 class Fabric:
-    """The state of one pool; see the module's docstring. Not thread-safe; needs no lock."""
+    """The state of one pool: see the module's docstring. Only one thread may use it."""
 
     def __init__(self, config: FabricConfig | None = None) -> None:
         self.config = config or FabricConfig()
@@ -49,13 +49,13 @@ class Fabric:
         self.closed = False
         self._why_closed = ""
         self.refusing = False
-        """The pool accepts no new calls. Calls submitted before run to their end."""
+        """Whether the pool accepts no new calls. Calls submitted earlier run to their end."""
         self.last_loss = ""
-        """Why the last worker was lost; "" while a worker is left."""
+        """The reason for which the last worker was lost; "" while a worker is left."""
         self._next_id = 0
         self.queue = CallQueue(self.config, self.router, self.members)
         self._woken = False
-        """A client was unblocked, so calls may wait although members have room."""
+        """Whether a client was unblocked, so that calls may wait although members have room."""
         self._deadlines = Deadlines(self.calls)
         self.holds = Holds()
 
@@ -102,8 +102,8 @@ class Fabric:
         ends with ``WorkerLost``, because the call may be the cause.
 
         Args:
-            returns: a replacement follows; see ``member_retired``. Idempotent calls that are
-                pinned to the worker wait for the replacement.
+            returns: whether a replacement is expected. Then idempotent calls that are pinned to the
+                worker wait for it. Call ``member_retired`` if no replacement will follow.
         """
         member = self.members[index]
         if member.state in GONE:
@@ -116,9 +116,9 @@ class Fabric:
     def member_away(self, index: int, reason: str, now: float) -> None:
         """Record that the connection to a worker is broken. The worker may return.
 
-        The calls that it holds are requeued or ended, as after its loss. But this has no limit,
-        because a call does not break a connection. Waiting calls that are pinned to it wait for
-        its return.
+        The calls that the worker holds are requeued or ended, as after its loss. A call may be
+        requeued in this way any number of times, because calls do not break connections. Waiting
+        calls that are pinned to the worker wait for its return.
         """
         self._leave(self.members[index], AWAY, reason)
         self._pump(now)
@@ -185,8 +185,8 @@ class Fabric:
 
         Raises:
             Closed: the pool is closed or about to close.
-            Overloaded: ``max_queue`` calls already wait, or ``max_calls_per_client`` calls of this
-                client, or the queue would exceed ``max_queue_bytes`` with this call.
+            Overloaded: ``max_queue`` calls already wait, ``max_calls_per_client`` calls of this
+                client already wait, or the queue would exceed ``max_queue_bytes`` with this call.
             WorkerLost: no worker is left, or the worker to which the call is pinned is gone.
             UsageError: the call is pinned to a worker that never existed.
         """
@@ -215,7 +215,7 @@ class Fabric:
             self.holds.waiting(now)
 
     def cancel(self, call: Call, now: float) -> None:
-        """Cancel the call for its caller. No ``End`` follows. Safe at any time."""
+        """Cancel the call for its caller. No ``End`` follows. Ignore a call that has ended."""
         if self.calls.get(call.id) is call:
             self._end(call, None)
 
@@ -229,7 +229,7 @@ class Fabric:
             self._pump(now)
 
     def results(self, member: Member, items: Sequence[Item], now: float) -> None:
-        """Process items from a worker. Drop and count items for calls that it does not hold."""
+        """Process items from a worker. Only count items for calls that the worker does not hold."""
         held = member.calls
         outbox = self.outbox
         calls = self.calls
@@ -256,7 +256,7 @@ class Fabric:
                 if call.state != CANCELLING:
                     del calls[item.id]
                     outbox.append(End(call, item))
-                # Legal from each of the three states of a held call.
+                # This change is legal from each of the three states of a held call.
                 call.state = ENDED
                 ended += 1
         if ended:
@@ -271,14 +271,14 @@ class Fabric:
                 self._pump(now, member)
 
     def next_deadline(self) -> float | None:
-        """Return when ``tick`` is next needed, or None if nothing has a time limit."""
+        """Return the time at which ``tick`` must run next, or None if nothing has a time limit."""
         deadline, due = self._deadlines.next(), self.holds.due
         return deadline if due is None else due if deadline is None else min(deadline, due)
 
     def tick(self, now: float) -> None:
-        """End every call whose deadline has passed with ``DeadlineExceeded``.
+        """End each call with ``DeadlineExceeded`` if its deadline has passed.
 
-        Report why calls wait.
+        Also report why calls wait, if they have waited for some seconds.
         """
         if reason := self.holds.report(self.calls.values(), now):
             self.outbox.append(Waiting(reason))
@@ -303,7 +303,7 @@ class Fabric:
         """End the queued calls for this endpoint with the answer ``body``, as a worker would.
 
         Args:
-            worker: end only calls that are pinned to this worker; None: calls for any worker.
+            worker: end only the calls that are pinned to this worker. None: end all of them.
 
         Returns:
             the number of ended calls.
@@ -416,9 +416,9 @@ class Fabric:
         """End the waiting calls that are pinned to this worker.
 
         Args:
-            keep_idempotent: idempotent calls wait for a replacement, unless they are bound to the
-                process. Other calls never do, because they may depend on the state of the lost
-                worker.
+            keep_idempotent: whether idempotent calls wait for a replacement, unless they are bound
+                to the process. Other calls never wait for it, because they may depend on the state
+                of the lost worker.
         """
         for call in member.pinned:
             bound = call.bound_to is not None
@@ -438,12 +438,12 @@ class Fabric:
         """Send waiting calls to members with room.
 
         Args:
-            member: the member that gained room.
+            member: the member that gained room, if any.
         """
         for call, chosen in self.queue.assign(member):
             self._dispatch(call, chosen, now)
         if self._woken:
-            # Calls of unblocked clients may be for members that already had room.
+            # Calls of unblocked clients may wait for members that already had room.
             self._woken = False
             for other in self.members.values():
                 if other.has_room:

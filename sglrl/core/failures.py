@@ -1,4 +1,4 @@
-"""Count the failures of a run by kind. Decide which to log, and when there are too many.
+"""Count the failures of a run by kind. Decide which failures to log, and when a run has too many.
 
 Pure: no clock, no I/O.
 """
@@ -11,8 +11,8 @@ from typing import Final
 MIN_ATTEMPTS: Final = 64
 """Minimum number of finished attempts in the window of the failure rate."""
 MAX_MESSAGES: Final = 10
-"""Maximum number of kinds per type and place. Errors with further messages count as one kind,
-because a message may contain a number that differs every time."""
+"""Maximum number of messages per error type and place that are kinds of their own. All further
+messages are one kind, because a message may contain a number that differs every time."""
 
 
 class Kind:
@@ -40,8 +40,8 @@ class Kind:
     def is_due(self) -> bool:
         """Return True if the latest error is to be logged.
 
-        This is the case for the first, the tenth, the hundredth error, and so on. Each count
-        returns True only once.
+        This is the case for the first, the tenth, the hundredth error, and so on. The result is
+        True only once for each of these errors.
         """
         count = self.count
         while count >= 10 and count % 10 == 0:
@@ -56,17 +56,16 @@ class Failures:
     """The failures and the failure rate of one run.
 
     Args:
-        max_rate: the share of the latest attempts that may fail, in (0, 1]. With None, all may
-            fail.
+        max_rate: the share of the latest attempts that may fail, in (0, 1], or None for no limit.
     """
 
     def __init__(self, max_rate: float | None) -> None:
         self.max_rate = max_rate
         self.kinds: dict[tuple[str, str, str | None], Kind] = {}
         self._messages: dict[tuple[str, str], int] = {}
-        """Number of kinds of each type and place."""
+        """Number of kinds by error type and place."""
         self._latest: deque[bool] = deque()
-        """Whether each of the latest attempts failed."""
+        """For each of the latest attempts, whether it failed."""
         self._failed = 0
         """Number of failed attempts in ``_latest``."""
 
@@ -94,6 +93,7 @@ class Failures:
         """Record a finished attempt.
 
         Args:
+            failed: whether the attempt failed.
             concurrency: how many attempts may run at the same time. The rate covers the latest
                 ``4 * concurrency`` attempts, and at least ``MIN_ATTEMPTS``, because failed
                 attempts may take less time than successful ones.

@@ -12,7 +12,7 @@ from .calls import QUEUED, Call
 from .clients import ClientState
 
 _SPARE: Final = 64
-"""Entries of a client that a queue may keep, in addition to twice its waiting calls."""
+"""Entries of a client that a queue may keep, in addition to twice the client's waiting calls."""
 
 Entry = tuple[int, int, int, Call]
 _numbers: Final = count()
@@ -25,8 +25,8 @@ class Waiting:
     counts them.
 
     Attributes:
-        line: calls that arrived in the order of service, which are nearly all. Its ends are
-            reached in O(1).
+        line: the calls that arrived in the order of service. Nearly all calls do, so that ``push``
+            and ``first`` mostly cost O(1).
         late: a heap of the other calls.
     """
 
@@ -107,9 +107,9 @@ class FairQueue:
     by age. A call may be in the queue twice. The queue skips calls that are no longer QUEUED, and
     all calls of a client that is ``blocked``.
 
-    A heap finds the next client. An entry of the heap may be outdated: if the client was served
-    since, here or in another queue, its turn is later than in the entry. ``first`` corrects the
-    entries that it meets. A call therefore costs O(log clients).
+    A heap finds the next client. An entry of the heap may be outdated: the client may have been
+    served since, by this or another queue, and then has a later turn than in the entry. ``first``
+    corrects outdated entries at the top of the heap. A call therefore costs O(log clients).
     """
 
     __slots__ = ("_heap", "_lanes")
@@ -159,7 +159,7 @@ class FairQueue:
                 lane.entry = -1
                 del self._lanes[client]
             elif len(heap) == 1 or (turn == client.turn and priority == -call.priority):
-                # With only one client no turn can be outdated.
+                # A single entry is the next one even if it is outdated.
                 return call
             else:
                 lane.priority = call.priority
@@ -205,7 +205,7 @@ class FairQueue:
         self._heap.clear()
 
     def _enter(self, lane: _Lane, priority: int) -> None:
-        """Replace the entry of a client."""
+        """Give a client a new entry in the heap, which makes an earlier entry invalid."""
         lane.priority = priority
         lane.entry = number = next(_numbers)
         heap = self._heap

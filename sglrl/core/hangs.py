@@ -1,16 +1,16 @@
 """Decide which workers hang: they hold calls and make no progress.
 
-A heartbeat reports the progress of a worker's loop, and its phase: why the loop may make no
-progress. A worker can hang in two ways. Each has a clock, which runs only while the worker holds
-calls:
+A heartbeat reports the progress of a worker's loop, and its phase, which explains why the loop may
+make no progress. A worker can hang in two ways. Each has a clock, which runs only while the worker
+holds calls:
 
 * No heartbeat arrives: the process is stopped, or computes without letting another thread run.
-* Heartbeats arrive and report the same progress. In phase ``WEIGHTS`` that is normal, because the
-  weight channel has its own deadlines; in ``PAUSED`` the user asked for it; in ``PREFILL`` it may
-  take ``PREFILL_TIMES`` as long.
+* Heartbeats arrive and report the same progress. In phase ``WEIGHTS`` this is allowed because the
+  weight channel has its own deadlines, and in ``PAUSED`` because the user asked for it. In
+  ``PREFILL`` it may last ``PREFILL_TIMES`` as long.
 
-While the driver itself is stopped or busy, no clock runs. After that, no worker hangs before the
-driver has had time to read the messages that arrived meanwhile.
+While the driver itself is stopped or busy, no clock runs. After that, no worker counts as hung
+before the driver has had time to read the messages that arrived in the meantime.
 """
 
 from __future__ import annotations
@@ -27,9 +27,12 @@ PREFILL_TIMES: Final = 10
 class _Watched:
     """The state of one worker.
 
-    heard: time of the last heartbeat.
-    moved: time of the last heartbeat that reported progress, ``WEIGHTS`` or ``PAUSED``.
-        Both are at least the time at which the worker was first seen to hold calls.
+    Both clocks start anew when a check first finds that the worker holds calls.
+
+    Attributes:
+        heard: time of the last heartbeat, or of the start of the clock.
+        moved: time of the last heartbeat that reported progress, ``WEIGHTS`` or ``PAUSED``, or of
+            the start of the clock.
     """
 
     __slots__ = ("heard", "holds_calls", "moved", "phase", "progress")

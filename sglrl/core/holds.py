@@ -1,4 +1,4 @@
-"""Why workers hold back calls: for example, because the engines sleep."""
+"""Keep and report the reasons for which workers hold back calls, for example sleeping engines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Holds:
     when a call has waited for some seconds.
 
     Attributes:
-        due: when ``report`` is next needed, if at all.
+        due: the time at which ``report`` must be called next, or None.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,8 @@ class Holds:
         """Set the reason of a part of the pool.
 
         Args:
-            reason: it also says what to do. None: the part does not hold back calls.
+            part: the name of the part.
+            reason: the reason, with a hint what to do. None: the part does not hold back calls.
         """
         if reason is None:
             self.reasons.pop(part, None)
@@ -42,7 +43,7 @@ class Holds:
         self.waiting(now)
 
     def waiting(self, now: float) -> None:
-        """A call may wait from now on."""
+        """Schedule a report if needed, because a call may wait from now on."""
         if self.due is None and self.reasons.keys() - self._reported:
             self.due = now + PATIENCE
 

@@ -1,4 +1,4 @@
-"""Check the invariants of a ``Fabric`` and its ``CallQueue``, which their modules list."""
+"""Check the invariants that the modules of ``Fabric`` and ``CallQueue`` list."""
 
 from __future__ import annotations
 

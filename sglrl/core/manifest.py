@@ -1,4 +1,4 @@
-"""The manifest of an update: its tensors, its check against the model, and its buckets.
+"""The manifest of an update lists its tensors. Check it against the model, and form the buckets.
 
 The sender and the workers compute the same buckets from the same manifest, so they only have to
 agree on the manifest and ``bucket_bytes``. A tensor is never split. A tensor that is larger than a
@@ -49,7 +49,7 @@ def total_bytes(specs: Iterable[TensorSpec]) -> int:
 def is_computed(name: str) -> bool:
     """Return True if a tensor of this name is computed from the configuration of the model.
 
-    Modules have this tensor as a buffer. Checkpoints do not contain it.
+    Such a tensor is a buffer of a module, and checkpoints do not contain it.
     """
     return ".rotary_emb." in name
 
@@ -68,14 +68,14 @@ def merged(descriptions: Sequence[ModelDescription]) -> ModelDescription:
 
 
 def is_whole(wanted: ModelDescription, given: Sequence[TensorSpec]) -> bool:
-    """Return whether the given tensors are all tensors of the model, as far as this is known."""
+    """Return True if the given tensors are known to include all tensors of the model."""
     return not wanted.open and {spec.name for spec in wanted.tensors} <= {s.name for s in given}
 
 
 def known_after(wanted: ModelDescription, given: Sequence[TensorSpec]) -> ModelDescription:
-    """Return the description after an update of all tensors.
+    """Return the description of the model after an update of all tensors.
 
-    It does not change, unless the model was ``open``. Then these are its tensors.
+    If the model was ``open``, the given tensors are now its tensors. Otherwise nothing changes.
     """
     return ModelDescription([*given], []) if wanted.open else wanted
 
@@ -86,7 +86,7 @@ def check_manifest(
     """Check that the ``given`` tensors fit the model.
 
     Args:
-        partial: tensors may be missing; they keep their values.
+        partial: whether tensors may be missing. Missing tensors keep their values.
 
     Raises:
         InvalidWeights: the tensors do not fit. The message lists all problems. If many tensors have
@@ -129,14 +129,11 @@ WITH_ADAPTERS: Final = (
     "name, as in client.update_weights(model, lora=name); to send merged weights, pass the model "
     "that merge_and_unload() returns"
 )
-"""Why the tensors of a model with adapters do not fit, and what to send."""
+"""The error text for the tensors of a model with adapters: the reason, and what to send instead."""
 
 
 class ManifestCheck:
-    """Checks manifests, and remembers the last one.
-
-    A sender passes the same list object while its manifest does not change.
-    """
+    """Checks manifests. The list object that was checked last is not checked again."""
 
     def __init__(self) -> None:
         self._fitting: tuple[Sequence[TensorSpec], bool] | None = None
@@ -159,7 +156,7 @@ class ManifestCheck:
 
 
 def _hint(unknown: Sequence[str], known: Mapping[str, TensorSpec]) -> str:
-    """Return what to do about names that the model does not know; "" if that is not known."""
+    """Return a hint how to change names that the model does not have; "" if there is none."""
     parts = {part for name in unknown for part in name.split(".")}
     if "base_layer" in parts or any(part.startswith("lora_") for part in parts):
         return WITH_ADAPTERS
@@ -196,8 +193,8 @@ class Layout(NamedTuple):
     Attributes:
         places: the places of the tensors, in the order of the manifest.
         sizes: bytes of each bucket.
-        ring_slot: bytes of the largest bucket. A bucket that is a single tensor larger than
-            ``bucket_bytes`` does not count, unless all buckets are.
+        ring_slot: bytes of the largest bucket that does not exceed ``bucket_bytes``. If all buckets
+            exceed it, bytes of the largest bucket.
     """
 
     places: list[BucketSlice]
@@ -210,7 +207,7 @@ class Layout(NamedTuple):
 
 
 def lay_out(specs: Sequence[TensorSpec], bucket_bytes: int) -> Layout:
-    """Fill buckets with the tensors, in order. Raise ``InvalidWeights`` like ``tensor_bytes``."""
+    """Fill buckets with the tensors in order. Raise ``InvalidWeights`` as ``tensor_bytes`` does."""
     places: list[BucketSlice] = []
     sizes: list[int] = []
     for spec in specs:
@@ -228,8 +225,8 @@ def lay_out(specs: Sequence[TensorSpec], bucket_bytes: int) -> Layout:
 def in_pieces(layout: Layout, indices: Sequence[int]) -> bool:
     """Return True if a bucket of these tensors is broadcast tensor by tensor, without packing.
 
-    This applies only where a group supports pieces. Each piece costs a few microseconds. Packing
-    large tensors slows the broadcast that is running.
+    This applies only to groups that support pieces. Each piece costs a few microseconds. Packing
+    large tensors instead slows the broadcast that is running.
     """
     return sum(layout.places[index].nbytes for index in indices) >= PIECE_BYTES * len(indices)
 

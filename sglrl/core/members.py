@@ -9,7 +9,7 @@
       LOST (a replacement follows) ───────┘
 
 * SYNCING: the worker has started and receives the current weights.
-* STALE: no peer could send the worker the current weights. It waits for the next update.
+* STALE: no peer could send the current weights to the worker. The worker waits for the next update.
 * AWAY (from READY, SYNCING and STALE): the connection to the worker is broken, and the worker may
   return. It holds no calls. It becomes SYNCING, READY or LOST.
 
@@ -71,16 +71,16 @@ class Member:
     def __init__(self, index: int) -> None:
         self.index = index
         self.alone: tuple[Member, ...] = (self,)
-        """The entry of a ``PrefixIndex`` for a prefix that only this member holds; compared by
-        identity."""
+        """The entry in a ``PrefixIndex`` of each prefix that only this member holds. The index
+        compares it by identity."""
         self.state = STARTING
         self.window = 0
         self.load = 0
         self.bucket = -1
-        """Its bucket in the ``LoadIndex``; -1 if it is in no bucket."""
+        """The member's bucket in the ``LoadIndex``; -1 if it is in no bucket."""
         self.served = 0
         self.reported = Load()
-        """The load of its engine, as last reported."""
+        """The last load that the worker's engine reported."""
         self.calls: dict[int, Call] = {}
         self.pinned = FairQueue()
         """Calls that only this member may take."""
@@ -102,13 +102,12 @@ class Member:
 
 
 class LoadIndex:
-    """The READY members by load. It finds the least loaded member with room in O(1), also with
-    1,000 members.
+    """The READY members by load. ``least`` finds the least loaded member with room in O(1).
 
     ``buckets[n]`` contains the members with room that hold n calls, in the order in which they
-    reached that load. ``least`` takes from the front, so equally loaded members take turns. A
-    member whose load has changed moves to its new bucket in the next ``least``, which not every
-    call needs.
+    reached that load. ``least`` takes from the front, so equally loaded members take turns. It also
+    moves members whose load has changed to their new buckets. They do not move earlier, because
+    many calls are sent without ``least``.
     """
 
     def __init__(self) -> None:
@@ -121,7 +120,7 @@ class LoadIndex:
         self.total = 0
 
     def join(self, member: Member) -> None:
-        """Add a member that became READY. Its window is set."""
+        """Add a member that became READY. Its window must already be set."""
         self.members += 1
         self.total += member.load
         if member.load < member.window:

@@ -1,12 +1,13 @@
 """One end of a session between a driver and a node, which survives broken connections.
 
-A node says ``NodeHello`` on every new connection. If the driver knows the session that it names,
-the session goes on. Otherwise a new one begins, and the node ends the processes of the old one.
+On every new connection, a node sends ``NodeHello`` with the id of its session. If the driver has
+this session, the session continues. Otherwise the driver begins a new session, and the node kills
+the processes of the old session.
 
-Both ends number their messages, from 1 on, and keep those that the other end has not acknowledged.
-After a break, each end tells the other the last number that it received, and sends the later
-messages again. Every message arrives once and in order. TCP does the same for bytes, but only
-within one connection.
+Both ends number their messages from 1 on, and keep each message until the other end acknowledges
+it. After a break, each end reports the number of the last message that it received, and the other
+end sends the later messages again. Every message arrives once and in order. TCP does the same for
+bytes, but only within one connection.
 """
 
 from __future__ import annotations
@@ -22,17 +23,17 @@ from ..wire.codec import encode
 from ..wire.nodes import Acknowledge, Numbered
 
 CHECK_SECONDS: Final = 1.0
-"""Seconds between acknowledgements. Both ends send them, which also shows a broken connection."""
+"""Seconds between two acknowledgements. Their absence also reveals a broken connection."""
 MESSAGE_BYTES: Final = 64 << 20
-"""Maximum size of a message: a class that travels by value, or the end of a log."""
+"""Maximum size of a message. It may contain a class that is sent by value, or the end of a log."""
 Send = Callable[[list[bytes]], object]
 """Sends the frames of one message on the current connection, or drops them if it is broken."""
 
 
 class MessageMissing(ProtocolError):
-    """A message was lost: the connection broke, and ZeroMQ has restored it meanwhile.
+    """A message is missing, because the connection broke and ZeroMQ restored it in the meantime.
 
-    A new connection of the session brings the message.
+    When the session connects again, the other end sends the message again.
     """
 
 
@@ -40,8 +41,8 @@ class Session:
     """One end of a session.
 
     Attributes:
-        id: chosen by the driver.
-        connected: whether both ends have agreed to go on, on the current connection.
+        id: the id of the session, which the driver chooses.
+        connected: whether both ends have agreed to continue on the current connection.
         received: number of the last message that was received.
     """
 
@@ -52,7 +53,7 @@ class Session:
         self._send = send
         self._sent = 0
         self._kept: deque[bytes] = deque()
-        """The last messages, which the other end has not acknowledged."""
+        """The sent messages that the other end has not acknowledged, in order."""
 
     @property
     def unacknowledged(self) -> int:
@@ -68,18 +69,18 @@ class Session:
             self._send([encode(Numbered(self._sent, self.received)), body])
 
     def acknowledge(self) -> None:
-        """Tell the other end what has arrived, so that it need not keep it. Call this regularly."""
+        """Acknowledge all received messages, so that the other end drops them. Call regularly."""
         if self.connected:
             self._send([encode(Acknowledge(self.received))])
 
     def connect(self, received: int) -> None:
-        """Go on, on a new connection, and send what the other end has not received.
+        """Continue on a new connection, and send all messages that the other end lacks.
 
         Args:
             received: the number of the last message that the other end has received.
 
         Raises:
-            ProtocolError: it has received more than was sent.
+            ProtocolError: the other end reports more messages than were sent.
         """
         self._acknowledged(received)
         self.connected = True
@@ -88,11 +89,11 @@ class Session:
             self._send([encode(Numbered(number, self.received)), body])
 
     def disconnect(self) -> None:
-        """Keep messages until ``connect``: the connection is broken."""
+        """Record that the connection is broken. Messages are kept until ``connect``."""
         self.connected = False
 
     def receive(self, message: Numbered | Acknowledge) -> bool:
-        """Record a message of the other end. Return whether another frame follows.
+        """Record the first frame of a message. Return True if the next frame is its content.
 
         Raises:
             MessageMissing: this is not the next message.

@@ -9,10 +9,10 @@ import msgspec
 
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
-    """What a host offers to workers.
+    """The resources that a host offers to workers.
 
     Attributes:
-        gpus: its GPUs, as entries for ``CUDA_VISIBLE_DEVICES``.
+        gpus: the GPUs of the host, as entries for ``CUDA_VISIBLE_DEVICES``.
         cores: number of CPU cores, at least 1.
     """
 
@@ -21,7 +21,7 @@ class Offer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerPlace(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one worker runs. ``gpus``: those of the host; empty for a worker on CPU."""
+    """The host of one worker, and the worker's GPUs on this host. On CPU, ``gpus`` is empty."""
 
     host: str
     gpus: tuple[str, ...]
@@ -31,7 +31,7 @@ class Placement:
     """The hosts and the places of the workers.
 
     Attributes:
-        offers: what each host offers, by name, in the order of their arrival.
+        offers: the offer of each host, by the host's name, in the order in which hosts were added.
     """
 
     def __init__(self) -> None:
@@ -51,7 +51,8 @@ class Placement:
         """Take places for workers. Take none and return None if there are too few.
 
         Args:
-            gpus: GPUs of each worker. With 0, workers run on CPUs, which take any number of them.
+            workers: number of workers.
+            gpus: number of GPUs of each worker. With 0, workers run on CPU, any number on a host.
         """
         if not self.offers:
             return None
@@ -65,14 +66,15 @@ class Placement:
         return self._places[len(before) :]
 
     def release(self, place: WorkerPlace) -> None:
-        """Give a place back, unless its host was removed.
+        """Release a place. Do nothing if its host was removed.
 
-        The host may have returned, and another worker may have an equal place on it.
+        The place is found by identity, because the host may have been added again and another
+        worker may have an equal place on it.
         """
         self._places = [other for other in self._places if other is not place]
 
     def holds(self, place: WorkerPlace) -> bool:
-        """Return whether a place was taken, not given back, and its host was not removed since."""
+        """Return True if a taken place was not released and its host was not removed since."""
         return any(other is place for other in self._places)
 
     def free(self, host: str) -> tuple[str, ...]:
@@ -81,7 +83,7 @@ class Placement:
         return tuple(gpu for gpu in self.offers[host].gpus if gpu not in used)
 
     def _best(self, gpus: int) -> WorkerPlace | None:
-        """Return a place on the host that is used least, and the first such host of several."""
+        """Return a place on the least used host. Of equally used hosts, take the first."""
         if gpus:
             host = max(self.offers, key=lambda name: len(self.free(name)))
             free = self.free(host)
@@ -89,6 +91,6 @@ class Placement:
         return WorkerPlace(host=min(self.offers, key=self._load), gpus=())
 
     def _load(self, host: str) -> float:
-        """Return the workers of a host for each of its cores."""
+        """Return the number of workers of a host, divided by its number of cores."""
         workers = sum(place.host == host for place in self._places)
         return workers / self.offers[host].cores

@@ -1,9 +1,9 @@
 """The versions of the policies that sample in a run: the model, and adapters of it.
 
-Each policy has its own counter. ``MODEL`` is the name of the model itself, and each adapter has its
-name. A token of an adapter also depends on the weights of the model, so it has two versions, and
-its age is the larger one of the two ages. The oldest versions of many tokens are a mapping with the
-oldest version of each policy. The largest age of these tokens follows from it.
+Each policy has a name and a version counter. ``MODEL`` is the name of the model itself. A token of
+an adapter also depends on the weights of the model, so the token has two versions, and its age is
+the larger of the two ages. For many tokens, it suffices to keep the oldest version of each policy,
+because the largest age of the tokens follows from these versions.
 
 Pure: no clock, no I/O.
 """
@@ -33,21 +33,21 @@ def age(now: Versions, oldest: Versions) -> int:
     """Return the age of the oldest token, in versions. It is at least 0.
 
     Args:
-        now: the current versions. A policy that is not in it has not changed.
+        now: the current versions. A policy that is missing has not changed.
         oldest: the oldest version of each policy that sampled a token.
     """
     return max([0, *(now.get(name, version) - version for name, version in oldest.items())])
 
 
 class PolicyClock:
-    """The current versions, and the number of training steps that they stand for.
+    """The current versions, and the number of training steps that led to them.
 
     A trainer may update several policies in one step, for example two adapters. So updates of
     different policies count as one step, unless a group was taken between them. Updates of one
     policy count as one step each. Updates of policies that the run does not use do not count.
 
     Args:
-        versions: the versions at the begin of the run.
+        versions: the versions at the start of the run.
     """
 
     def __init__(self, versions: Versions) -> None:
@@ -56,11 +56,11 @@ class PolicyClock:
         self._steps = 0
         """Number of steps before the last group was taken."""
         self._since: dict[str, int] = {}
-        """Number of new versions of each policy since then."""
+        """Number of new versions of each policy since the last group was taken."""
 
     @property
     def steps(self) -> int:
-        """Number of training steps since the begin of the run."""
+        """Number of training steps since the start of the run."""
         return self._steps + max(self._since.values(), default=0)
 
     def use(self, names: Iterable[str]) -> None:
@@ -68,7 +68,7 @@ class PolicyClock:
         self._used.update(names)
 
     def advance(self, versions: Versions) -> None:
-        """Set the versions of new weights."""
+        """Record the versions of new weights."""
         for name, version in versions.items():
             new = version - self.versions.get(name, version)
             if new > 0 and name in self._used:

@@ -23,7 +23,7 @@ class Prompt:
         tokens: the tokens of the prompt, and the sampled tokens after it if they are prefilled too.
         width: bytes per token.
         most: maximum number of tokens that may come from the cache, counted from the first token.
-        kind: requests of different kinds share no prefix, or do not wait for each other.
+        kind: any value. Requests with different values do not wait for each other.
     """
 
     __slots__ = ("ends", "keys", "most")
@@ -33,8 +33,8 @@ class Prompt:
         self.ends: list[int] = []
         """Lengths in tokens of the compared prefixes. The last prefix is the whole request."""
         self.keys: list[int] = []
-        """One key per prefix, computed from all of its tokens. A collision costs a wait of one
-        step."""
+        """One key per prefix, computed from all tokens of the prefix. If two keys collide, a
+        request waits one step too long."""
         size = len(tokens) // width
         key, n, begin = hash(kind), 0, 0
         while (end := BEGINNINGS[n + 1] * LEAST) <= size:
@@ -81,8 +81,8 @@ def followers(
             if index >= len(begun) and min(end, prompt.most) - there[leader] >= LEAST:
                 later.add(index - len(begun))
             break
-        # This request may itself have to wait for a leader. A later request that shares a longer
-        # prefix with it shares as many tokens with that leader.
+        # This request becomes the leader for its other keys, even if it waits for a leader itself.
+        # A later request with such a key shares enough tokens with that leader, too.
         for key in prompt.keys:
             leaders.setdefault(key, index)
     return later

@@ -45,19 +45,19 @@ class Route:
     Attributes:
         tokens: the prompt as int32 bytes.
         version: policy version. Versions never share KV, so they never share prefixes.
-        session: name of the session to which the call belongs as a turn.
+        session: name of the session of which the call is a turn.
         sticky: whether the route is a conversation.
-        number: number of the conversation; -1 if it has none. Only conversations in a process
-            without a pool of its own have numbers.
+        number: number of the conversation; -1 if it has none. Only a process without a pool of its
+            own numbers its conversations.
         member: the worker of the previous call. It gets the next call of a conversation.
-        recorded: number of prefixes when ``member`` got the previous call. The whole prompt does
-            not count as a prefix.
+        recorded: number of prefixes of the prompt when ``member`` got the previous call. The whole
+            prompt does not count as a prefix.
         waiting: number of waiting calls of this route. They share the prompt.
         queued_bytes: size of the prompt when the first of the waiting calls began to wait.
         _latest: key of the last recorded prefix.
         _keys: keys of the prompt when it had ``_hashed`` bytes. They are valid only while the
             prompt still has this size.
-        _beginnings: how many of the keys are keys of prefixes.
+        _beginnings: number of ``_keys`` that belong to prefixes, not to the whole prompt.
     """
 
     __slots__ = (
@@ -92,7 +92,7 @@ class Route:
         self._hashed = 0
 
     def extend(self, tokens: bytes, version: int) -> None:
-        """Set the next call of a conversation. Its tokens begin with the previous call's tokens."""
+        """Set the prompt of the conversation's next call, which extends the previous call."""
         self.tokens = tokens
         self.sticky = True
         if version != self.version:
@@ -150,7 +150,7 @@ class Route:
             index.record(keys, member)
         self.recorded = n = self._beginnings
         if self.sticky and n:
-            # The next turn extends the last key. The other keys are not needed again.
+            # The next turn computes its keys from the last key. The other keys are not needed.
             self._latest = keys[n - 1]
             self._keys = _NO_KEYS
             self._hashed = 0
@@ -163,8 +163,8 @@ class PrefixIndex(Generic[H]):
     When the younger generation holds half of ``entries``, the older one is dropped. An entry is
     thus forgotten only after at least ``entries / 2`` other entries were used since its last use.
 
-    Most entries have one member: the entry is then the member's own tuple ``alone``. An entry of
-    several members is a dict. The member that got the prefix last is the last key.
+    Most entries have one member. Such an entry is the tuple ``alone`` of this member. An entry of
+    several members is a dict, whose last key is the member that got the prefix last.
     """
 
     def __init__(self, entries: int) -> None:
@@ -177,7 +177,7 @@ class PrefixIndex(Generic[H]):
         if not keys:
             return ()
         young, old = self.young, self.old
-        # A member that holds any prefix also holds the shortest. The index may lack the others.
+        # A member that holds any prefix also holds the shortest one. The index may lack others.
         shortest = young.get(keys[0]) or old.get(keys[0]) or ()
         if shortest and len(keys) > 1:
             for key in reversed(keys):
@@ -187,7 +187,7 @@ class PrefixIndex(Generic[H]):
         return shortest
 
     def forget(self, member: H) -> None:
-        """Remove a member that accepts no more calls from all entries. Costs O(entries), once."""
+        """Remove a member that accepts no more calls from all entries. This costs O(entries)."""
         for generation in (self.young, self.old):
             for key, entry in generation.items():
                 if entry is member.alone:

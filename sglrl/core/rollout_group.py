@@ -1,4 +1,4 @@
-"""The samples of one item of the data set, and their states. ``rollout_plan`` changes them."""
+"""The samples of one item of the data set, and their states, which ``rollout_plan`` changes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ GIVEN_UP: Final = "given up"
 """A reason for the loss of a sample: its group was given up. The caller passes other reasons."""
 
 MAX_LOSSES: Final = 3
-"""Maximum number of lost processes per sample that do not count as a run."""
+"""Maximum number of runs per sample that do not count because their process was lost."""
 SUSPECT: Final = 2
-"""Number of losses after which a sample is a suspect. A suspect runs apart from other suspects, so
-that the cause of the next loss is clear."""
+"""Number of lost processes after which a sample is a suspect. A suspect runs apart from other
+suspects, so that the cause of the next loss is clear."""
 MOST_STALE: Final = 3
-"""A sample that was stale this often waits, with its group, for the end of the data set. A sample
-that is as often stale there is lost."""
+"""After this many stale runs of a sample, its group is postponed to the end of the data set. After
+as many stale runs there, the sample is lost."""
 
 
 class Past(NamedTuple):
@@ -37,9 +37,9 @@ class Past(NamedTuple):
 
     Attributes:
         number: index of the sample in its group.
-        tries: number of earlier runs, without stale ones and those that lost their process.
-        losses: how often the process that ran the sample was lost.
-        stale: how often the sample was stale.
+        tries: number of earlier runs, without stale runs and runs whose process was lost.
+        losses: number of earlier runs whose process was lost.
+        stale: number of earlier runs in which the sample was stale.
     """
 
     number: int
@@ -53,9 +53,9 @@ class Sample:
 
     Attributes:
         tries, losses, stale: see ``Past``.
-        final: the sample has failed, and another run would fail in the same way.
+        final: whether the sample has failed and another run would fail in the same way.
         lost_by: the reason for the loss, if the sample is LOST.
-        oldest: the oldest version of each policy that sampled a token, if it is DONE.
+        oldest: the oldest version of each policy that sampled a token, if the sample is DONE.
     """
 
     __slots__ = (
@@ -93,9 +93,9 @@ class Group:
 
     Args:
         index: number of the item in the data set.
-        tries: how often a group of the item has failed before.
+        tries: number of earlier groups of the item that failed.
         before: the earlier runs of each sample.
-        late: the group was POSTPONED to the end of the data set before.
+        late: whether an earlier group of the item was POSTPONED to the end of the data set.
 
     Attributes:
         order: the number of the group among all groups that became READY.

@@ -21,12 +21,12 @@ and not given up. This limit is sufficient only if groups finish in order. There
 weights arrive, samples whose oldest token is more than η versions old are stale, whether they run
 or are done.
 
-A stale sample has not failed. It runs again at once, before all others, so that it has all versions
-that it may take. Long samples are stale more often than short ones, so dropping them would bias the
-training. After ``MOST_STALE`` stale runs of a sample, its group is POSTPONED until no other item is
-left: the trainer then has nothing else to train on, and makes no new weights before the group ends.
-If a sample is stale as often there, the trainer makes new weights without groups, and the sample is
-lost.
+A stale sample has not failed. It runs again at once, before all others, so that the new run has the
+largest possible number of versions to finish. Long samples are stale more often than short ones, so
+dropping them would bias the training. After ``MOST_STALE`` stale runs of a sample, its group is
+POSTPONED until no other item is left. The trainer then has nothing else to train on, and makes no
+new weights before the group ends. If the sample is stale as often again, the trainer makes new
+weights without groups, and the sample is lost.
 
 Pure: no clock, no I/O. Results are opaque. ``policy_versions`` describes versions.
 """
@@ -59,7 +59,7 @@ from .rollout_group import (
 
 
 class _Item(NamedTuple):
-    """An item whose group was given up: the arguments of ``Group``."""
+    """An item whose group is to be begun or begun again: the arguments of ``Group``."""
 
     number: int
     item: Any
@@ -69,11 +69,11 @@ class _Item(NamedTuple):
 
 
 class TooSlow(NamedTuple):
-    """A sample was stale ``MOST_STALE`` times.
+    """A report about a sample that was stale too often.
 
     Attributes:
-        item: number of its item.
-        lost: the sample is lost. Otherwise its group is postponed.
+        item: number of the sample's item.
+        lost: whether the sample is lost. If not, its group is postponed.
     """
 
     item: int
@@ -85,19 +85,20 @@ class Plan:
 
     Args:
         group_size: number of samples per item.
-        min_group: a group with fewer remaining samples is given up.
+        min_group: minimum number of samples of a group. A group with fewer remaining samples is
+            given up.
         retries: how often a sample is run again, in all groups. This is also how often a group that
             was given up is begun again, as long as enough of its samples may be run again.
         batch_size: B in the docstring of the module.
         max_staleness: η in the docstring of the module; None for no bound.
-        ahead: at most this many groups are live, so at most this many are READY. None: no bound.
+        ahead: maximum number of live groups, and so of READY groups. None: no bound.
         most_ready: no further group is begun while at least this many groups are READY.
         versions: the current policy versions.
 
     Attributes:
         wanted: number of groups that a consumer waits for. ``ahead`` and ``most_ready`` count as at
             least this number.
-        too_slow: samples to report, for the caller to empty.
+        too_slow: reports about samples. The caller reads and removes them.
     """
 
     def __init__(
@@ -146,7 +147,7 @@ class Plan:
         """Number of times that a group became READY."""
         self.taken = self.filtered = self.dropped = 0
         self.dropped_stale = 0
-        """Number of dropped groups that had a sample that was always too old."""
+        """Number of dropped groups that had a sample whose reason for the loss was STALE."""
         self.samples_done = self.retried = 0
         self.lost: Counter[str] = Counter()
         """Number of lost samples, by reason. Stale runs count even if the sample runs again."""
@@ -208,13 +209,13 @@ class Plan:
         return group
 
     def advance(self, versions: Versions) -> None:
-        """Set the versions of new weights. Done samples that are now too old run again."""
+        """Record the versions of new weights. Run DONE samples again if they are now too old."""
         self.clock.advance(versions)
         if self.max_staleness is None:
             return
         for group in list(self.live):
             for sample in group.done:
-                # An earlier sample may have given up the group, and with it this sample.
+                # If an earlier sample made the plan give up the group, this sample is not DONE now.
                 if sample.state is DONE and self._too_old(sample.oldest):
                     self._stale(sample)
 
@@ -250,7 +251,7 @@ class Plan:
     # --- samples ----------------------------------------------------------------------------------
 
     def start(self, *, suspect: bool = False) -> Sample | None:
-        """Start and return the next sample, if any. It may be a suspect only with ``suspect``."""
+        """Start and return the next sample, if any. Consider suspects only with ``suspect``."""
         if suspect and self.suspects:
             sample = self.suspects.popleft()
         elif self.waiting:
@@ -284,9 +285,9 @@ class Plan:
         """Record that a running sample failed or was given up.
 
         Args:
-            reason: a STALE sample runs again, whatever ``retry`` is.
-            retry: run the sample again in its group.
-            final: do not run the sample again, even if the group is begun again.
+            reason: the reason for the loss. A STALE sample runs again, whatever ``retry`` is.
+            retry: whether to run the sample again in its group.
+            final: whether the sample never runs again, even if the group is begun again.
 
         Returns:
             the group of the sample if the group is READY now; otherwise None.
@@ -358,7 +359,7 @@ class Plan:
         return self.max_staleness is not None and self.clock.age(oldest) > self.max_staleness
 
     def _precedence(self, key: tuple[tuple[str, int], ...]) -> tuple[int, int]:
-        """Return the value by which groups of this ``Group.age_key`` are taken: largest first."""
+        """Return the precedence of the groups with this ``age_key``. The largest is taken first."""
         return self.clock.age(dict(key)), -next(iter(self.by_age[key])).order
 
     def _stale(self, sample: Sample) -> None:
@@ -425,8 +426,8 @@ class Plan:
         """Drop a group. Its running samples continue, but their results are not used.
 
         Args:
-            again: begin the group again, if it still has a retry and enough samples that may be run
-                again.
+            again: whether to begin the group again, if it has a retry left and enough of its
+                samples may run again.
         """
         left = []
         for sample in group.samples:
@@ -444,7 +445,7 @@ class Plan:
         """Give up a group for now, and begin it again when no other item is left."""
         left = []
         for sample in group.samples:
-            # A failed run counts. The runs that are given up now do not.
+            # A failed run counts as a try. A run that is given up now does not.
             tries = sample.tries + (sample.state is LOST)
             if tries <= self.retries and not sample.final:
                 left.append(sample.past._replace(tries=tries))
@@ -452,7 +453,7 @@ class Plan:
         self.late.append(_Item(group.index, group.item, group.tries, left, True))
 
     def _abandon(self, group: Group, state: str) -> None:
-        """Remove a group, and lose its samples that do not run."""
+        """Remove a group from the live groups. Mark its DONE and WAITING samples as LOST."""
         self._leave(group, state)
         for sample in group.samples:
             if sample.state is DONE:

@@ -1,4 +1,4 @@
-"""The seeds that are derived from the seed of a user: of requests, and of engine processes."""
+"""Derive the seeds of requests and of engine processes from the seed that a user gives."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MAX_SEED: Final = (1 << 62) - 1
 """The largest seed of a request."""
 
 SEEDS: Final = 1 << 32
-"""The generator of numpy accepts seeds in ``[0, 2**32)``."""
+"""Number of seeds of a process, which are in ``[0, 2**32)`` because numpy accepts only these."""
 _WORKER: Final = 15_485_863
 _PROCESS: Final = 1_000_003
 """``_WORKER`` and ``_PROCESS`` are primes. For all workers and processes below 256 the sums of
@@ -19,17 +19,17 @@ their multiples differ and are less than 2**32."""
 def derived_seed(seed: int, *path: int | str) -> int:
     """Return the seed of one of several requests that a user has given the same seed.
 
-    Without it, requests with equal prompts would sample equal tokens. The result depends on the
-    arguments alone, so it does not depend on the order in which requests end.
+    With the same seed, requests with equal prompts would sample equal tokens. The derived seed
+    depends on the arguments alone, so it does not depend on the order in which requests end.
 
     Args:
         seed: the given seed.
-        path: which request this is: the number of the sample, of its attempt, of the turn, ...
+        path: identifies the request by the numbers of its sample, attempt, turn and so on.
 
     Returns:
-        A number in ``0..MAX_SEED``. ``seed`` itself if all of the path is 0, so that the first of
-        several requests samples the same tokens as a single request. Results for other paths are
-        unrelated, also if the seeds are consecutive numbers.
+        A number in ``0..MAX_SEED``. If all parts of the path are 0, it is ``seed`` itself, so that
+        the first of several requests samples the same tokens as a single request. Results for other
+        paths are unrelated, even if the seeds are consecutive numbers.
     """
     if not any(path):
         return seed

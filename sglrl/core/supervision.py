@@ -19,11 +19,12 @@ MAX_DELAY: Final = 30.0
 
 
 class Supervision:
-    """The losses of one worker index.
+    """The losses of one worker and of its replacements, which have the same index.
 
     Args:
         restarts: maximum number of replacements within ``period`` seconds. With 0, a lost worker
             is never replaced.
+        period: the length of the period in seconds.
     """
 
     def __init__(self, restarts: int, period: float) -> None:
@@ -31,16 +32,18 @@ class Supervision:
         self.period = period
         self.reasons: Counter[str] = Counter()
         self.used_up = ""
-        """The reason why the budget is exhausted, in words; empty while it is not."""
+        """The reason why the budget is exhausted, in words; "" while it is not exhausted."""
         self._exception = ""
         self._recent: deque[float] = deque()
         self._failures = 0
 
     def lost(self, reason: str, now: float, *, served: bool, exception: str = "") -> float | None:
-        """Record a loss. Return the seconds until the replacement starts, or None to retire it.
+        """Record a loss. Return the replacement's delay in seconds, or None to retire the worker.
 
         Args:
-            served: the worker had finished at least one call since its start.
+            reason: the reason for the loss, in words.
+            now: the time in seconds on a monotonic clock.
+            served: whether the worker had finished at least one call since its start.
             exception: the exception that ended the worker, if it is known.
         """
         self._exception = exception or self._exception
@@ -57,7 +60,7 @@ class Supervision:
             self.used_up = f"the last {self._failures} ended before they had served a call"
             return None
         recent.append(now)
-        # A single failure is not a pattern.
+        # The first failure in a row causes no delay.
         if self._failures < 2:
             return 0.0
         return float(min(MAX_DELAY, FIRST_DELAY * 2.0 ** min(self._failures - 2, 60)))

@@ -1,9 +1,9 @@
 """The turns of one conversation, as a tree of tokens.
 
-A turn extends another one if its prompt begins with all tokens of that turn: its prompt and what it
-sampled. A conversation that only grows is a path. If an agent goes back, compacts the conversation,
-or asks something else, or if a chat template rewrites earlier turns, a turn extends an earlier turn
-or none, and the tree has several leaves.
+A turn extends another turn if its prompt begins with all tokens of the other turn: the prompt and
+the sampled tokens. A conversation that only grows is a path. If an agent goes back, compacts the
+conversation or asks something else, its next turn extends an earlier turn or none, and the tree has
+several leaves. The same happens if a chat template rewrites earlier turns.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ ROOT = -1
 
 
 class Leaf(NamedTuple):
-    """A path of the tree.
+    """A path of the tree from a root to a leaf.
 
     Attributes:
-        path: the turns from a root to a leaf.
-        own: those of these turns that are in no later leaf. The tokens that a turn sampled are in
-            the loss of the only leaf that owns it.
+        path: the turns of the path.
+        own: the turns of the path that are in no later path. Exactly one path owns each turn, and
+            only there do the sampled tokens of the turn count in the loss.
     """
 
     path: tuple[int, ...]
@@ -28,15 +28,15 @@ class Leaf(NamedTuple):
 
 
 class TurnTree:
-    """Numbers turns from 0, in the order in which they are added. Tokens are int32 bytes."""
+    """The tree of one conversation. Turns are numbered from 0 as added. Tokens are int32 bytes."""
 
     def __init__(self) -> None:
         self._parents: list[int] = []
         self._children: dict[int, list[int]] = {}
         self._segments: list[tuple[bytes, bytes]] = []
-        """For each turn the tokens between its parent's and its own, and what it sampled."""
+        """For each turn: the tokens of its prompt that its parent lacks, and its sampled tokens."""
         self._ends: dict[int, int] = {ROOT: 0}
-        """For each turn the number of bytes up to its end."""
+        """For each turn: the number of bytes of all tokens up to its end."""
 
     def __len__(self) -> int:
         return len(self._parents)
@@ -45,7 +45,9 @@ class TurnTree:
         """Add a turn. Return its number.
 
         Args:
-            parent: the turn that it extends. None: see ``find``.
+            prompt: the tokens of the prompt.
+            sampled: the sampled tokens.
+            parent: the turn that the new turn extends. None: the turn that ``find`` returns.
         """
         if parent is None:
             parent = self.find(prompt)
@@ -60,7 +62,7 @@ class TurnTree:
     def find(self, tokens: bytes) -> int:
         """Return the turn that these tokens extend, or ``ROOT``.
 
-        Of several such turns, it is the one with the most tokens, and of those the last one.
+        Of several such turns, return the longest one. Of equally long turns, return the last one.
         """
         best = (0, ROOT)
         candidates = [(0, turn) for turn in self._children.get(ROOT, ())]
