@@ -1,7 +1,7 @@
 """The asyncio shell around ``core.fabric``: one receiver, one timer, and the fabric's effects.
 
-A call enters the fabric at once. The driver sends messages at the end of the loop tick: one to each
-worker, or several if there are many calls.
+A call enters the fabric at once. The driver sends messages at the end of the event loop's tick: one
+to each worker, or several if there are many calls.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ now = time.monotonic
 ENVELOPE_BYTES: Final = 4096
 """Upper bound of the size of a message without its bodies."""
 _AT_ONCE: Final = 256
-"""With more effects than this, execute them before reading the next message."""
+"""If a message causes more effects than this, execute them before reading the next message."""
 
 
 class Reply(Protocol):
     """Receives the events of one call, on the event loop.
 
-    A method must not block. An exception that it raises fails the call.
+    A method must not block. If it raises an exception, the call fails.
     """
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
         """A part of the answer has arrived."""
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
-        """The call has ended with this answer or error. Called exactly once, last."""
+        """The call has ended with this answer or error. This event comes exactly once, last."""
 
     def restart(self, call: Call) -> None:
         """The call starts again on another worker.
 
-        Forget the chunks. For a resumable call, put the tokens received so far into ``call.args``.
+        Discard the chunks. If the call is resumable, put their tokens into ``call.args`` instead.
         """
 
 
@@ -59,13 +59,13 @@ class Driver:
     """Joins a ``Fabric`` to a transport on the running event loop, and notifies listeners.
 
     Args:
-        encode_calls: returns the frames of one message with these calls.
-        workers_return: see ``Workers``.
+        encode_calls: returns the frames of one message with the given calls.
+        workers_return: see ``may_return`` of ``Workers``.
 
     Attributes:
         workers: changes the states of the workers.
-        dropped: counts dropped messages: from unknown peers, malformed, or in the wrong state.
-            ``fabric.stray_items`` counts items of other messages that belong to no call.
+        dropped: counts dropped messages, which are from unknown peers, malformed, or not allowed in
+            the worker's state. ``fabric.stray_items`` counts items that belong to no call.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class Driver:
         """Return how many calls the workers may hold, and how many may wait for a worker.
 
         Args:
-            worker: count only the calls that the worker of this index may hold; None: all workers.
+            worker: the index of the worker to consider. None: all workers.
         """
         windows = [
             member.window
@@ -139,16 +139,16 @@ class Driver:
         return asyncio.shield(self._change)
 
     def _changed(self) -> None:
-        """Execute the effects of a change, and wake the tasks that wait for one."""
+        """Execute the effects of a state change, and wake the tasks that wait for a change."""
         self._flush()
         if self._change is not None:
             change, self._change = self._change, None
             change.set_result(None)
 
     def idle(self) -> asyncio.Future[None]:
-        """Return a future that completes when no call is left. Use it while there are calls.
+        """Return a future that completes when no call is left. There must be a call now.
 
-        New calls may exist when the waiting task continues.
+        New calls may exist again when the waiting task continues.
         """
         if self._idle is None:
             self._idle = self.loop.create_future()
@@ -163,7 +163,7 @@ class Driver:
 
     @property
     def is_copied(self) -> bool:
-        """Whether this process was forked from the owner: it must not touch sockets and locks."""
+        """Whether this process is a fork of the owner and so must not use its sockets and locks."""
         return os.getpid() != self._pid
 
     def check_loop(self) -> None:
@@ -183,13 +183,13 @@ class Driver:
         Raises:
             UsageError: the running event loop is not the loop of this driver.
 
-        See ``Fabric.submit`` for further errors.
+        ``Fabric.submit`` lists further errors.
         """
         fabric = self.fabric
         if self._flush_scheduled:
             fabric.submit(call, now())
             if len(fabric.outbox) >= self.workers.piece and not self._flushing:
-                # Workers start on these calls while the tasks of this tick make more.
+                # Workers start these calls while the tasks of this tick submit more calls.
                 self._flush()
             return
         self.check_loop()
@@ -207,10 +207,10 @@ class Driver:
 
         Args:
             futures: the futures of the results.
+            return_exceptions: whether to return failures in place of results.
 
         Raises:
-            Exception: the first failure, which cancels the other calls. With ``return_exceptions``
-                a failure is a result instead.
+            Exception: the first failure, which cancels the other calls.
         """
         submitted = 0
         try:
@@ -230,7 +230,7 @@ class Driver:
         self.flush_soon()
 
     def hold(self, part: str, reason: str | None) -> None:
-        """Set why a part of the pool holds back calls. See ``Holds.set``."""
+        """Set the reason why a part of the pool holds back calls, as ``Holds.set`` does."""
         self.fabric.holds.set(part, reason, now())
         self._set_timer()
 
@@ -274,12 +274,12 @@ class Driver:
         fabric = self.fabric
         fabric.results(member, message.items, now())
         if len(fabric.outbox) > _AT_ONCE:
-            # Execute the effects within the time of this message: the transport limits the time of
-            # a batch, and then lets the event loop run other tasks.
+            # Execute the effects as part of this message. The transport limits the time of a batch
+            # of messages, so that the event loop can run other tasks.
             self._flush()
 
     def _on_pause(self) -> None:
-        """Flush once: every message that had arrived has been processed."""
+        """Flush once, after every message that had arrived has been processed."""
         if self.fabric.outbox:
             self._flush()
         else:

@@ -1,4 +1,4 @@
-"""What the Python of this process has: ``python -m sglrl.driver.environment`` prints it as JSON."""
+"""Return the versions of this Python and its packages. As a program, print them as JSON."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..version import __version__
 from ..wire.processes import Environment
 
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
-"""The packages in which torch's wheels bring NCCL."""
+"""The packages that contain NCCL for the wheels of torch."""
 
 
 def environment() -> Environment:
-    """Describe this Python. Imports neither torch nor SGLang."""
+    """Describe this Python without importing torch or SGLang."""
     sglang = find_spec("sglang")
     folders = sglang.submodule_search_locations if sglang is not None else None
     return Environment(
@@ -29,12 +29,13 @@ def environment() -> Environment:
 
 
 def limits(other: Environment, *, gpus: bool) -> list[str]:
-    """Return which versions of another Python differ from those here, and what does not work.
+    """Return the versions of another Python that differ from this one's, and what does not work.
 
-    Versions of sglrl that differ are not included: they exclude each other altogether.
+    The version of sglrl is not compared, because different versions cannot be used together at all.
 
     Args:
-        gpus: the other side has GPUs.
+        other: the environment of the other Python.
+        gpus: whether the other side has GPUs.
     """
     own = environment()
     differences = []
@@ -47,7 +48,7 @@ def limits(other: Environment, *, gpus: bool) -> list[str]:
     if gpus:
         packages["NCCL"] = (other.nccl, own.nccl)
     for name, (theirs, ours) in packages.items():
-        # A program without torch sends no weights itself.
+        # A program without torch does not send weights from memory.
         if theirs and ours and theirs != ours:
             differences.append(f"{name} {theirs}, here {ours}: weights cannot be sent from memory")
     return differences

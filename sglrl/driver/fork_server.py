@@ -1,12 +1,13 @@
 """The warm fork server: one child process per driver that imports SGLang once and forks workers.
 
-Importing SGLang takes 20 s; a fork takes milliseconds. ``multiprocessing``'s own fork server
-re-imports the user's ``__main__`` in every child, which breaks notebooks and scripts without a
-guard. This fork server does not import the user's program.
+Importing SGLang takes 20 s, but a fork takes milliseconds. The fork server of ``multiprocessing``
+imports the user's ``__main__`` again in every child, which breaks notebooks and scripts without a
+``__main__`` guard. This fork server does not import the user's program.
 
 Each pool holds one connection to the fork server. A worker belongs to the connection that requested
-it. When the connection ends, for any reason, the fork server kills its workers. The fork server
-watches its parent: when the driver exits, for any reason, the fork server and all workers exit too.
+it. When the connection ends for any reason, the fork server kills the connection's workers. The
+fork server watches its parent. When the driver exits for any reason, the fork server and all
+workers exit too.
 
 Each connection sends the fork server a ``Ping`` every second. A fork server that does not answer
 for ``SILENCE`` seconds (it is stopped, or the machine is out of memory) is killed together with its
@@ -46,16 +47,16 @@ from .temporary_folders import make_folder, remove_folder
 logger = logging.getLogger("sglrl.spawn")
 
 _READ_LATER: Final = ("CUDA_VISIBLE_DEVICES", "NCCL_")
-"""The names of variables begin with these if no import reads them."""
+"""The prefixes of the names of variables that are read after the imports."""
 
 SILENCE = 60.0
 """Seconds that a fork server may take to answer after its imports. A fork takes less than a second,
-even on a busy machine. Killing the fork server also kills all its workers."""
+even on a busy machine. The limit is long, because killing a fork server also kills its workers."""
 LAST_SECONDS = 5.0
 """Seconds that a killed fork server may take to exit."""
 _decoder = msgspec.msgpack.Decoder(FromForkServer)
 _servers: dict[tuple[str, str | None, frozenset[tuple[str, str]]], ForkServer] = {}
-"""The running fork servers, by preload, interpreter and variables."""
+"""The latest fork servers, by preload, interpreter and variables."""
 _dead: list[ForkServer] = []
 _lock = threading.Lock()
 _at_exit = False
@@ -74,8 +75,8 @@ def tail(path: str | Path, lines: int = 40) -> str:
 
 
 _LONGEST_BASE = 64
-"""Maximum bytes of the base folder's path. The path of a socket in a pool's folder then fits into
-the system's limit of 107 bytes."""
+"""Maximum bytes of the base folder's path. The path of a socket in a pool's folder then does not
+exceed the system's limit of 107 bytes."""
 
 
 def _private_folder() -> Path:
@@ -107,7 +108,7 @@ class ForkServer:
         self.warm = False
         self.leaving = False
         self.fault = ""
-        """Why the fork server was killed. Empty if it was not killed."""
+        """The reason for which the fork server was killed. Empty if it was not killed."""
         self.pid = os.getpid()
         self.folder = _private_folder()
         self.path = self.folder / "fork.sock"
@@ -125,8 +126,7 @@ class ForkServer:
             try:
                 log = stack.enter_context(self.log.open("wb"))
                 listener = stack.enter_context(socket.socket(socket.AF_UNIX))
-                # Bind here and let the child inherit the socket: connections then succeed before
-                # the child runs.
+                # The child inherits the bound socket, so that connections succeed before it runs.
                 listener.bind(str(self.path))
                 listener.listen(64)
             except OSError as error:
@@ -135,7 +135,7 @@ class ForkServer:
                 return subprocess.Popen(
                     [
                         self.python,
-                        # The files and names of the system are UTF-8, also if the locale is not.
+                        # The files and names of the system are UTF-8, even if the locale is not.
                         "-X",
                         "utf8",
                         "-m",
@@ -145,13 +145,13 @@ class ForkServer:
                         str(self.pid),
                     ],
                     pass_fds=[listener.fileno()],
-                    # A package that SGLang imports would otherwise create a folder elsewhere and
-                    # not remove it.
+                    # Without this variable, a package that SGLang imports creates a folder
+                    # elsewhere and does not remove it.
                     env={"CUDA_TILE_TEMP_DIR": str(self.folder / "cuda-tile"), **self.environ},
                     stdin=subprocess.PIPE,
                     stdout=log,
                     stderr=subprocess.STDOUT,
-                    # The driver handles a Ctrl-C in the terminal; its workers must not receive it.
+                    # The driver handles Ctrl-C in the terminal. Its workers must not receive it.
                     start_new_session=True,
                     cwd="/",
                 )
@@ -193,7 +193,7 @@ class ForkServer:
         if self.process.stdin is not None:
             self.process.stdin.close()
         if not self.warm:
-            # The fork server is importing: it does not read stdin, and it has no workers yet.
+            # The fork server is still importing, so it does not read stdin and has no workers.
             self.process.kill()
         try:
             self.process.wait(5.0)
@@ -204,13 +204,14 @@ class ForkServer:
 
 
 def import_variables(preload: str, env: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables with which a fork server imports the modules of a kind.
+    """Return the environment variables that matter when a fork server imports its modules.
 
-    Pools share a fork server if these are equal. Of this process's variables, only those of SGLang
-    count.
+    Pools share a fork server if these variables are equal. Of this process's own variables, only
+    the variables of SGLang are included.
 
     Args:
-        env: the variables of the workers, in addition to those of this process.
+        preload: the kind of modules, see ``fork_server``.
+        env: the variables of the workers, in addition to the variables of this process.
     """
     if not preload.startswith("sglang"):
         return {}
@@ -224,10 +225,10 @@ def fork_server(
     """Return this process's fork server for ``preload`` and ``env``, and start it if needed.
 
     Args:
-        preload: the kind of modules that it imports first: "plain", "tokenizer", "sglang" or
-            "sglang-cuda" (``workers/preloads.py``).
-        python: path of the interpreter that runs it. None: this process's interpreter.
-        env: variables that its modules read when they are imported.
+        preload: the kind of modules that the fork server imports first: "plain", "tokenizer",
+            "sglang" or "sglang-cuda" (``workers/preloads.py``).
+        python: path of the interpreter of the fork server. None: this process's interpreter.
+        env: variables that the modules read when they are imported.
     """
     kind = preload, python, frozenset(env.items())
     with _lock:
@@ -243,9 +244,9 @@ def fork_server(
 
 
 def shutdown_fork_servers() -> None:
-    """Shut down all fork servers of this process. Also runs at interpreter exit.
+    """Shut down all fork servers of this process. This also happens at interpreter exit.
 
-    Pools may still be open then. They do not log the loss of their workers as an error.
+    Pools that are still open do not log the loss of their workers as an error.
     """
     with _lock:
         for server in (*_servers.values(), *_dead):
@@ -284,7 +285,7 @@ class ForkConnection(asyncio.Protocol):
         self._buffer = bytearray()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
-        # At interpreter exit the fork server is shut down anyway.
+        # At interpreter exit this is not needed, because the fork server is shut down.
         weakref.finalize(self, _hang_up, self._socket, os.getpid()).atexit = False
         self._transport: asyncio.WriteTransport | None = None
         self._keys: set[int] = set()
@@ -303,7 +304,7 @@ class ForkConnection(asyncio.Protocol):
         on_exited: Callable[[int, int], None],
         timeout: float,
     ) -> ForkConnection:
-        """Connect and wait until the server is warm.
+        """Connect and wait until the server is warm: it has imported its modules.
 
         Raises:
             WorkerStartError: the server exited, did not answer, or could not import the packages
@@ -377,7 +378,7 @@ class ForkConnection(asyncio.Protocol):
     def _ask(self, detector: HangDetector) -> None:
         if not self.alive:
             return
-        # One ping is always unanswered, so the load is 1.
+        # The detector watches workers that hold calls. Here, one unanswered ping is the only call.
         if detector.check({0: 1}, time.monotonic()):
             logger.error("%s; its workers end with it", _silent())
             # The exit of the server also ends this connection.

@@ -32,7 +32,7 @@ class HangMonitor(DriverListener):
 
     Args:
         driver: the driver of the workers.
-        timeout: seconds after which a worker hangs; None: the monitor does nothing.
+        timeout: seconds without progress after which a worker counts as hung. None: never.
         dump: ``dump(worker)`` asks the worker's processes to write their stacks. It returns the log
             that they write to, and the byte offset at which the stacks begin.
         expel: ``expel(worker, reason)`` kills the worker's processes.
@@ -61,7 +61,7 @@ class HangMonitor(DriverListener):
 
     @property
     def heartbeat_interval(self) -> float | None:
-        """Seconds between a worker's heartbeats; None: workers send no heartbeats."""
+        """Seconds between two heartbeats of a worker. None: workers send no heartbeats."""
         return None if self._detector is None else self._detector.interval
 
     def watch(self, worker: int, identity: bytes) -> None:

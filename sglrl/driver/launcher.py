@@ -1,4 +1,4 @@
-"""Where the processes of a pool's workers are started: the protocol, and this machine."""
+"""Start the processes of a pool's workers: the interface, and the launcher for this machine."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from .fork_server import (
 from .temporary_folders import remove_folder
 
 RANKS: Final = 1024
-"""The key of a worker's process is ``index * RANKS + rank``."""
+"""Maximum ranks of a worker. The key of a worker's process is ``index * RANKS + rank``."""
 
 
 class LaunchSpec(msgspec.Struct, kw_only=True):
-    """How to start a worker: one process per rank."""
+    """The processes of a worker, one per rank, and their environment variables."""
 
     bodies: Sequence[ActorSpec | EngineSpec]
     env: Mapping[str, str]
@@ -42,7 +42,7 @@ class LaunchSpec(msgspec.Struct, kw_only=True):
 class Launcher(Protocol):
     """Starts and kills processes for one pool, and reports when they exit.
 
-    A process has a key, which the pool chooses.
+    The pool chooses a key for each process.
     """
 
     @property
@@ -52,22 +52,22 @@ class Launcher(Protocol):
 
     @property
     def driver_ip(self) -> str:
-        """The IP address of this machine at which the workers reach it; "": not known."""
+        """The IP address at which the workers reach this machine. Empty if unknown."""
         ...
 
     @property
     def stage(self) -> str:
-        """What ``prepare`` waits for, in words. Empty if it takes no time."""
+        """The step that ``prepare`` waits for, in words. Empty if ``prepare`` takes no time."""
         ...
 
     @property
     def missing(self) -> str:
-        """What ``prepare`` still waits for, in words for an error. Empty if unknown."""
+        """The resources that ``prepare`` still waits for, as a text for errors. May be empty."""
         ...
 
     @property
     def lost(self) -> str:
-        """Why running processes have ended or will end, if that is not their own fault."""
+        """The reason why processes have ended or will end by no fault of their own, or empty."""
         ...
 
     @property
@@ -78,7 +78,7 @@ class Launcher(Protocol):
     def start(
         self, on_forked: Callable[[int, int], None], on_exited: Callable[[int, int], None]
     ) -> Path:
-        """Begin to use this launcher, before ``prepare``.
+        """Begin to use this launcher. Call this before ``prepare``.
 
         Args:
             on_forked: ``on_forked(key, pid)`` is called when a process runs.
@@ -94,10 +94,10 @@ class Launcher(Protocol):
         """Make sure that the processes of workers can be started.
 
         Args:
-            launch_specs: how they start, by their indices.
+            launch_specs: the launch specs of the workers, by the workers' indices.
 
         Raises:
-            WorkerStartError: they cannot, or not in time.
+            WorkerStartError: the processes cannot be started, or not in time.
         """
         ...
 
@@ -105,7 +105,7 @@ class Launcher(Protocol):
         """Return the encoded ``Fork`` message of a process.
 
         Raises:
-            TypeError, ValueError, OverflowError: a part of it cannot be encoded.
+            TypeError, ValueError, OverflowError: a part of the message cannot be encoded.
         """
         ...
 
@@ -118,11 +118,11 @@ class Launcher(Protocol):
         ...
 
     def release(self, index: int) -> None:
-        """Give up the place of a worker whose processes have exited and are not replaced."""
+        """Release the place of a worker whose processes have exited and are not replaced."""
         ...
 
     def host(self, index: int) -> str:
-        """Return the name of the host of a worker; empty: this machine."""
+        """Return the name of the host of a worker. Empty for this machine."""
         ...
 
     def reaches(self, index: int) -> bool:
@@ -140,10 +140,10 @@ class LocalLauncher:
     The fork server kills the processes when the connection to it ends.
 
     Args:
-        preload: kind of fork server, see ``fork_server``.
-        python: the interpreter that runs the fork server, if it is not this one.
-        timeout: seconds to connect to the fork server.
-        env: variables of the workers.
+        preload: the kind of fork server, see ``fork_server``.
+        python: the path of the fork server's interpreter. None: this process's interpreter.
+        timeout: maximum seconds to wait for the fork server.
+        env: the environment variables of the workers.
     """
 
     def __init__(
@@ -195,7 +195,7 @@ class LocalLauncher:
     def start(
         self, on_forked: Callable[[int, int], None], on_exited: Callable[[int, int], None]
     ) -> Path:
-        """Start the fork server, if it does not run."""
+        """Start the fork server if needed, and make the pool's folder."""
         self._on_forked = on_forked
         self._on_exited = on_exited
         server = fork_server(self._preload, self._python, self._early)
@@ -203,12 +203,12 @@ class LocalLauncher:
             self._folder = Path(tempfile.mkdtemp(prefix="pool-", dir=server.folder))
         except OSError as error:
             raise no_file(server.folder, error) from None
-        # At interpreter exit the fork server's folder is removed, which contains this folder.
+        # At interpreter exit, the fork server's folder is removed with this folder in it.
         weakref.finalize(self, remove_folder, self._folder, os.getpid()).atexit = False
         return self._folder
 
     async def prepare(self, launch_specs: Mapping[int, LaunchSpec]) -> None:
-        """Connect to the fork server, unless connected. Start a new fork server if it was lost.
+        """Connect to the fork server if needed. If the fork server was lost, start a new one.
 
         Raises:
             WorkerStartError: the fork server could not start, or was not ready in time.
@@ -228,7 +228,7 @@ class LocalLauncher:
         try:
             return await self._open(server)
         except WorkerStartError:
-            # The fork server may be exiting: then use a new one. If it keeps running, keep it,
+            # If the fork server exits now, use a new one. If it keeps running, do not replace it,
             # because it has workers of other pools.
             if not await asyncio.to_thread(server.ended, LAST_SECONDS):
                 raise
@@ -252,7 +252,7 @@ class LocalLauncher:
             here = "/"
         assert self._server is not None
         before = self._server.environ
-        # The caller that places workers on GPUs sets CUDA_VISIBLE_DEVICES in ``env``.
+        # CUDA_VISIBLE_DEVICES is in ``env`` if the caller has placed the worker on GPUs.
         since = {
             _as_utf8(name): _as_utf8(value)
             for name, value in os.environ.items()
@@ -299,9 +299,9 @@ class LocalLauncher:
 
 
 def _as_utf8(text: str) -> str:
-    """Return a path or variable of the system, whose bytes are UTF-8, as text.
+    """Return the text of a path or environment variable, decoded from UTF-8.
 
-    Python reads it as lone surrogates if the locale is not UTF-8, as with ``LC_ALL=C``. Workers
-    always use UTF-8.
+    If the locale is not UTF-8, as with ``LC_ALL=C``, Python decodes other characters than ASCII as
+    lone surrogates. Workers always use UTF-8.
     """
     return text if is_text(text) else os.fsencode(text).decode("utf-8", "surrogateescape")

@@ -13,14 +13,14 @@ from .driver import Driver
 
 logger = logging.getLogger("sglrl.driver")
 _OPEN: weakref.WeakSet[Lifetime] = weakref.WeakSet()
-"""The pools that close at exit, and some closed ones."""
+"""The pools that the interpreter closes when it exits. Some of them may be closed already."""
 
 
 class Lifetime:
-    """One pool's life: it is entered once and closed once.
+    """The state of one pool, which is entered once and closed once.
 
     Args:
-        name: name of the pool in the warning about a pool that was never closed.
+        name: the name of the pool, for the warning that it was never closed.
 
     Attributes:
         closing: whether the pool is closing or closed.
@@ -31,7 +31,7 @@ class Lifetime:
         self._entered = False
         self._unclosed: weakref.finalize[..., Any] | None = None
         self._draining = 0
-        """Number of tasks that wait for the last calls."""
+        """Number of tasks in ``_drain``."""
         self.closing = False
 
     def enter(self) -> None:
@@ -45,10 +45,10 @@ class Lifetime:
         self._unclosed = warn_unless_closed(pool, self._name)
 
     def closes_at_exit(self) -> None:
-        """Do not warn if the pool is open when the interpreter exits, which closes it.
+        """Do not warn if the pool is open when the interpreter exits, because the exit closes it.
 
-        Log a warning if an earlier pool of this name is still open: a notebook's cell probably ran
-        twice, and nothing refers to the earlier pool any more.
+        Log a warning if an earlier pool of this name is still open. Probably a notebook's cell ran
+        twice, and no variable refers to the earlier pool any more.
         """
         if self._unclosed is not None:
             self._unclosed.atexit = False
@@ -66,11 +66,12 @@ class Lifetime:
             self._unclosed()
 
     async def begin_closing(self, driver: Driver | None, *, drain: bool, timeout: float) -> bool:
-        """Wait for the last calls if ``drain`` is set, and set ``closing``.
+        """Set ``closing``. With ``drain``, first wait for the pending calls.
 
         Args:
-            driver: the driver of the pool; None: the pool has not started.
-            timeout: maximum seconds to wait for the calls. New calls are refused meanwhile.
+            driver: the driver of the pool. None: the pool has not started.
+            drain: whether to wait for the pending calls. New calls are refused meanwhile.
+            timeout: maximum seconds to wait for the pending calls.
 
         Returns:
             False if the caller must not close the pool: another task closes it, or the pool
@@ -93,7 +94,7 @@ class Lifetime:
         return True
 
     def closed(self) -> None:
-        """No longer warn: the pool is closed."""
+        """Record that the pool is closed, so that no warning follows."""
         if self._unclosed is not None:
             self._unclosed.detach()
 

@@ -19,20 +19,20 @@ logger = logging.getLogger("sglrl.driver")
 
 
 class LinkListener(Protocol):
-    """Is notified of messages that cannot be sent."""
+    """Is notified of messages that cannot be sent, each time in a later tick of the event loop."""
 
     def on_refused(self, member: Member, call: Call, error: Exception) -> None:
-        """A call cannot be encoded. Called in a later loop tick."""
+        """A call cannot be encoded."""
 
     def on_unreachable(self, member: Member) -> None:
-        """A worker is not connected, or does not read. Called in a later loop tick."""
+        """A worker is not connected, or does not read its messages."""
 
 
 class Links:
-    """Sends messages to workers. The transport knows each worker by its identity.
+    """Sends messages to workers. The transport addresses each worker by its identity.
 
     Args:
-        encode_calls: returns the frames of one message with these calls.
+        encode_calls: returns the frames of one message with the given calls.
 
     Attributes:
         listener: is notified of messages that cannot be sent.
@@ -65,7 +65,7 @@ class Links:
         """Send one message. A message to a worker that was removed is dropped."""
         identity = self._identities.get(member)
         if identity is None:
-            # The worker was lost meanwhile.
+            # The worker was lost in the meantime.
             return
         try:
             sent = self._transport.send(identity, frames)
@@ -84,7 +84,7 @@ class Links:
                 return
             frames = []
         if not frames or (len(frames[0]) > self._max_message_bytes and len(calls) > 1):
-            # Each call fits into a message alone: this was checked when the call was made.
+            # A single call always fits into a message. This was checked when it was submitted.
             half = len(calls) // 2
             self.send_calls(member, calls[:half])
             self.send_calls(member, calls[half:])
@@ -92,10 +92,9 @@ class Links:
         self.send(member, frames)
 
     def probe(self) -> None:
-        """Send every worker a message without effect, which fails if the worker is unreachable."""
+        """Send an empty message to every worker, to find workers that are unreachable."""
         for member in list(self._identities):
-            # A starting worker may not have connected yet. Its start has a time limit, and so has
-            # the return of a worker that is away.
+            # A worker that is starting or away may not be connected. Other time limits apply to it.
             if member.state not in (STARTING, AWAY):
                 self.send(member, [encode(Cancel([]))])
 
@@ -105,17 +104,17 @@ class Links:
 
 
 class RawFrames:
-    """Finds the raw frames of results: frames of a message, and rows in shared memory.
+    """Finds the raw frames of results, in frames of the message or in rows of shared memory.
 
     Attributes:
-        readers: the shared memory of the workers that share any.
+        readers: the open shared memory, for each worker that shares memory.
     """
 
     def __init__(self) -> None:
         self.readers: dict[Member, RowsReader] = {}
 
     def open(self, member: Member, ready: Ready) -> bool:
-        """Open the memory that a worker offers. Return False if there is none."""
+        """Open the shared memory that a worker offers. Return False without usable memory."""
         if ready.rows is None:
             return False
         try:
@@ -126,7 +125,7 @@ class RawFrames:
         return True
 
     def close(self, member: Member) -> None:
-        """Forget the memory of a lost worker. It stays open while rows are held."""
+        """Forget the memory of a lost worker. The memory stays open while its rows are in use."""
         self.readers.pop(member, None)
 
     def split(self, member: Member, message: Results, frames: list[Buffer]) -> list[list[Buffer]]:

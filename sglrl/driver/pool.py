@@ -1,4 +1,4 @@
-"""The pool of one ``launch`` or ``spawn``, as its client sees it: enter, add, remove, full, close.
+"""The pool of one ``launch`` or ``spawn``: enter, close, and add or remove workers.
 
 ``supervisor.py`` starts and replaces the workers.
 """
@@ -32,7 +32,7 @@ from .worker_processes import Processes, Worker
 
 
 class StartProgress:
-    """Shows nothing. A subclass shows the stages of a start, inside ``with progress:``."""
+    """Receives the stages of a start, inside ``with progress:``. A subclass shows them."""
 
     def __enter__(self) -> Self:
         return self
@@ -40,19 +40,21 @@ class StartProgress:
     def __exit__(self, *exc: object) -> None: ...
 
     def show(self, text: str) -> None:
-        """Show a stage. Also called when a worker is replaced, outside ``with progress:``."""
+        """Show a stage. For a replacement, this is called outside of ``with progress:``."""
 
 
 class Pool:
     """Worker processes of one kind, and the driver that sends them calls.
 
     Args:
-        launch_specs: how to launch the workers that the pool starts with.
-        more: ``more(n, present)`` returns the specs of ``n`` further workers, beside those of the
-            workers that are present.
-        name: name of the pool in the warning about a pool that was never closed.
-        launcher: starts the processes.
-        progress: shows the start.
+        launch_specs: the launch specs of the workers that the pool starts with.
+        more: ``more(n, present)`` returns the launch specs of ``n`` further workers. ``present``
+            are the launch specs of the present workers.
+        name: the name of the pool, for the warning that it was never closed.
+        launcher: starts the processes of the workers.
+        fabric: the options of the calls' queue and routing.
+        config: the options of the pool.
+        progress: shows the stages of the start.
     """
 
     def __init__(
@@ -79,7 +81,7 @@ class Pool:
         self._driver: Driver | None = None
         self._worker_keys: ClientKeys | None = None
         self.outer_address = ""
-        """Address at which other processes can reach the driver."""
+        """The address at which other processes reach the driver."""
         self.weights = WeightChannel(
             self.expel, self._is_up, host=launcher.host, keep=config.keep_weights
         )
@@ -233,8 +235,8 @@ class Pool:
         Workers that do not exit within ``shutdown_timeout`` are killed with SIGKILL.
 
         Args:
-            drain: first wait at most ``timeout`` seconds until the pending calls have ended. New
-                calls are refused with ``Closed``.
+            drain: whether to first wait for the pending calls. New calls are refused meanwhile.
+            timeout: maximum seconds to wait for the pending calls.
         """
         driver = self._driver
         if not await self._lifetime.begin_closing(
@@ -261,7 +263,7 @@ class Pool:
             ]
             await self._processes.end(running, self._config.shutdown_timeout)
         finally:
-            # Do this also after a cancellation: the fork server kills the remaining processes.
+            # After a cancellation this also runs, and the launcher kills the remaining processes.
             if driver is not None:
                 driver.transport.close()
             self._lifetime.closed()
@@ -310,13 +312,13 @@ class Pool:
         """Start ``n`` more workers and wait until they accept calls.
 
         If no worker has the current weights any more, the new workers are "stale". They accept
-        calls after the next update, and this method returns without waiting for it.
+        calls after the next update, and this method does not wait for the update.
 
         Returns:
             The indices of the new workers.
 
         Raises:
-            Closed: the pool was closed meanwhile.
+            Closed: the pool was closed while this method waited.
             UsageError: the engines are asleep.
             NotEnoughDevices: there is no place for ``n`` more workers.
             WorkerStartError: a new worker exited before it was ready, or was not ready in time. All
@@ -362,8 +364,8 @@ class Pool:
         """Wait until a new worker accepts calls or is stale.
 
         Raises:
-            Closed: the pool was closed meanwhile.
-            WorkerStartError: the worker was lost meanwhile.
+            Closed: the pool was closed before that.
+            WorkerStartError: the worker was lost before that.
         """
         await worker.settled.wait()
         self._check_open()
@@ -380,10 +382,10 @@ class Pool:
         """Let a worker finish its calls, then shut it down.
 
         Calls that are not finished after ``timeout`` seconds continue on other workers, as after
-        the loss of a worker. The removal continues when the caller is cancelled.
+        the loss of a worker. If the caller is cancelled, the removal still continues.
 
         Raises:
-            Closed: the pool was closed meanwhile.
+            Closed: the pool was closed during the removal.
             UsageError: the worker does not exist, is already being removed or retired, or is the
                 last worker.
         """
@@ -415,7 +417,7 @@ class Pool:
             raise
 
     async def _remove(self, worker: Worker, serves: bool, timeout: float | None) -> None:
-        """Shut down a worker that gets no more calls, after its calls or after ``timeout``."""
+        """Shut down a worker when its last call has ended, or after ``timeout`` seconds."""
         if serves:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(timeout):
@@ -425,7 +427,7 @@ class Pool:
             await self._processes.end([worker], self._config.shutdown_timeout)
 
     def hold_replacements(self, held: bool) -> None:
-        """Replace no lost worker while held."""
+        """Set whether replacements of lost workers are held back."""
         self._supervisor.hold_replacements(held)
 
     def expel(self, index: int, reason: str) -> None:
@@ -445,7 +447,7 @@ class Pool:
 
 
 def _listen_address(address: str, folder: Path) -> str:
-    """Return the address for the driver's socket. ``folder`` holds the socket of "ipc"."""
+    """Return the address of the driver's socket. With "ipc", the socket is in ``folder``."""
     if address == "ipc":
         return f"ipc://{folder}/router.sock"
     if address == "tcp":

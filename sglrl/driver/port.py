@@ -1,4 +1,4 @@
-"""The parts of a pool that a client uses. Local and remote pools implement them."""
+"""The interface of a pool for its client. Local and remote pools implement it."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .worker_info import QueueInfo, WorkerInfo
 class PoolPort(Protocol):
     """The pool of a ``Client``.
 
-    ``driver.pool.Pool`` implements it with worker processes, ``remote.pool.RemotePool`` with the
-    pool of another process.
+    ``driver.pool.Pool`` implements it with worker processes. ``remote.pool.RemotePool`` implements
+    it with the pool of another process.
     """
 
     @property
@@ -28,7 +28,7 @@ class PoolPort(Protocol):
 
     @property
     def engine(self) -> EngineInfo | None:
-        """The engine of the workers; None: the workers have no engine."""
+        """The properties of the workers' engines, or None if the workers have no engine."""
         ...
 
     @property
@@ -42,13 +42,13 @@ class PoolPort(Protocol):
         ...
 
     async def enter(self) -> None:
-        """Start the pool, or connect to it. It can be entered once."""
+        """Start the pool, or connect to the remote pool. A pool can be entered once."""
         ...
 
     async def close(self, *, drain: bool = False, timeout: float = 600.0) -> None: ...
 
     def closes_at_exit(self) -> None:
-        """Do not warn if the pool is open when the interpreter exits, which closes it."""
+        """Do not warn if the pool is open at interpreter exit, because the exit closes it."""
         ...
 
     def warn_unclosed(self) -> None:

@@ -37,16 +37,18 @@ from .worker_processes import Processes, Worker
 logger = logging.getLogger("sglrl.pool")
 
 _LAST_LINES: Final = 5
-"""Lines of a lost worker's output in the log line about it."""
+"""Maximum lines of a lost worker's output in the log entry about the loss."""
 
 _MAX_LINES: Final = 1000
-"""Lines of a lost worker's output that are searched for the exception that ended the worker."""
+"""Maximum lines of output in which to search for the exception that ended a worker."""
 
 _RETURN_SECONDS: Final = 30.0
-"""Seconds to wait for a worker whose connection is broken, while its host is connected."""
+"""Seconds to wait for the return of a worker whose connection is broken. While its host is not
+connected, the wait starts anew."""
 
 SYNC_TIMEOUT = 120.0
-"""Seconds for a replacement to receive the weights from other workers, once its turn has come."""
+"""Maximum seconds in which a replacement receives the weights from other workers. The time in which
+it waits for its turn does not count."""
 
 
 class Supervisor(DriverListener):
@@ -55,10 +57,11 @@ class Supervisor(DriverListener):
     Args:
         processes: starts and kills the processes.
         weights: sends the current weights to new workers.
-        on_progress: called with each stage of a worker's start.
+        config: the options of the pool.
+        on_progress: is called with each stage of a worker's start.
 
     Attributes:
-        launch_specs: how each worker is started, by index.
+        launch_specs: the launch spec of each worker, by index.
         workers: the latest processes of each worker, by index.
         monitor: kills workers that hang.
     """
@@ -95,8 +98,9 @@ class Supervisor(DriverListener):
         """Connect new workers to ``driver`` from now on.
 
         Args:
-            folder: folder of the workers' logs.
-            keys: keys of the workers' connections.
+            driver: the driver of the pool.
+            folder: the pool's folder, for the files of the workers.
+            keys: the keys for the connections of the workers.
         """
         self._driver = driver
         self._folder = folder
@@ -106,14 +110,14 @@ class Supervisor(DriverListener):
         self.monitor = HangMonitor(driver, self._config.hang_timeout, self._dump, self.expel)
 
     def stop(self) -> None:
-        """Start no more replacements, and cancel all tasks. The pool ends the workers."""
+        """Start no more replacements, and cancel all tasks. The pool shuts down the workers."""
         self._stopped = True
         self.monitor.close()
         for task in self._tasks:
             task.cancel()
 
     def run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Run ``work`` in a task until ``stop``."""
+        """Run ``work`` in a task, which ``stop`` cancels."""
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -122,7 +126,7 @@ class Supervisor(DriverListener):
     # --- start ------------------------------------------------------------------------------------
 
     def next_launch_specs(self, launch_specs: Sequence[LaunchSpec]) -> dict[int, LaunchSpec]:
-        """Return launch_specs by the indices that ``add`` will use for them."""
+        """Return the launch specs by the indices that ``add`` will give to the workers."""
         return dict(enumerate(launch_specs, len(self.launch_specs)))
 
     def add(self, launch_spec: LaunchSpec) -> Worker:
@@ -181,7 +185,7 @@ class Supervisor(DriverListener):
         return specs
 
     def _engine_args(self, body: EngineSpec, index: int) -> dict[str, object]:
-        """Return the engine's arguments. Replace ``random_seed``, if set, by a seed per process."""
+        """Return the engine's arguments. If ``random_seed`` is set, each process gets its own."""
         seed = body.args.get("random_seed")
         if not isinstance(seed, int):
             return body.args
@@ -200,7 +204,7 @@ class Supervisor(DriverListener):
         self._lost(worker, reason)
 
     def dismiss(self, worker: Worker) -> None:
-        """Shut down a worker that was removed, or give up its replacement."""
+        """Shut down a worker that was removed. If it is lost, cancel its replacement instead."""
         if not worker.lost:
             self._driver.workers.shut_down(worker.index)
             self._driver.workers.lost(worker.index, "it was removed")
@@ -275,7 +279,7 @@ class Supervisor(DriverListener):
     # --- replacements -----------------------------------------------------------------------------
 
     def _ended(self, worker: Worker) -> None:
-        """Start the replacement, if any. All processes have exited and freed their resources."""
+        """Start the replacement, if any, now that all processes of the worker have exited."""
         worker.gone.set()
         if worker.restart_in is not None:
             self.run(self._replace(worker))
@@ -284,11 +288,11 @@ class Supervisor(DriverListener):
 
     @property
     def held(self) -> bool:
-        """Whether no replacement starts."""
+        """Whether replacements are held back."""
         return not self._may_start.is_set()
 
     def hold_replacements(self, held: bool) -> None:
-        """Start no replacements while held."""
+        """Set whether replacements are held back."""
         if held:
             self._may_start.clear()
         else:
@@ -316,10 +320,10 @@ class Supervisor(DriverListener):
             logger.error("the replacement of worker %d failed: %s", index, error)
 
     async def _may_fork(self, worker: Worker) -> bool:
-        """Wait until the replacement of a lost worker may start and the fork server is connected.
+        """Wait until the replacement of a lost worker may start and the launcher is prepared.
 
         Returns:
-            False if the worker was removed meanwhile.
+            False if the worker was removed in the meantime.
 
         Raises:
             WorkerStartError: the worker's budget of restarts is used up.
@@ -340,7 +344,7 @@ class Supervisor(DriverListener):
         return False
 
     def _not_replaced(self, worker: Worker, error: WorkerStartError) -> None:
-        """Record that no fork server could start a replacement, and schedule another attempt.
+        """Record that the launcher could not start a replacement, and schedule another attempt.
 
         Raises:
             WorkerStartError: the worker's budget of restarts is used up.
@@ -356,7 +360,7 @@ class Supervisor(DriverListener):
     # --- weights ----------------------------------------------------------------------------------
 
     def _sync_stale(self) -> None:
-        """Let workers serve that have the current weights now. Send them to other stale workers."""
+        """Let workers with the current weights serve. Send the weights to other stale workers."""
         self._driver.hold("stale", None)
         for worker in list(self.workers.values()):
             state = self._driver.fabric.members[worker.index].state
@@ -368,7 +372,7 @@ class Supervisor(DriverListener):
                 self.run(self._sync(worker))
 
     async def _sync(self, worker: Worker) -> None:
-        """Send a running worker the current weights, then let it accept calls."""
+        """Send the current weights to a running worker, then let it accept calls."""
         index, breaks = worker.index, worker.breaks
 
         def is_gone() -> bool:
@@ -400,7 +404,7 @@ class Supervisor(DriverListener):
         worker.settled.set()
 
     def _hold_stale(self) -> None:
-        """Record why calls wait, if only an update of the weights lets a worker serve."""
+        """If all workers are stale, record the reason why calls wait: they need new weights."""
         states = {member.state for member in self._driver.fabric.members.values()} - {RETIRED}
         if states == {STALE}:
             version = self._weights.version
@@ -445,9 +449,9 @@ class Supervisor(DriverListener):
         self._expect_return(gone, gone.breaks)
 
     def _expect_return(self, worker: Worker, breaks: int) -> None:
-        """Kill a worker that does not return. Wait longer while its host is not connected, either.
+        """Kill a worker that does not return in time, unless its host is not connected either.
 
-        The launcher ends the workers of a host that does not return.
+        In that case, wait longer. The launcher ends the workers of a host that does not return.
         """
 
         def check() -> None:

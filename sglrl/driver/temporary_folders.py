@@ -1,8 +1,8 @@
-"""Folders in the system's temporary folder, which a later program removes if this one is killed.
+"""Make temporary folders that a later program removes if this program is killed.
 
 The owner of a folder holds a lock on a file in it. The kernel releases the lock when the owner
-exits for any reason, so a folder whose lock is free has no owner. Each new folder is an occasion to
-remove those.
+exits for any reason, so a folder whose lock is free has no owner. Whenever a program makes a
+folder, it also removes the folders without an owner.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 _PREFIX: Final = "sglrl-"
 _LOCK: Final = "lock"
 _locks: dict[Path, int] = {}
-"""The files that hold the locks of this process's folders."""
+"""The open lock files of this process's folders."""
 
 
 def make_folder(kind: str = "", base: str | None = None) -> Path:
@@ -26,7 +26,7 @@ def make_folder(kind: str = "", base: str | None = None) -> Path:
 
     Args:
         kind: part of the folder's name.
-        base: folder to make it in; None: the system's folder for temporary files.
+        base: the parent folder. None: the system's folder for temporary files.
 
     Raises:
         OSError: the folder cannot be made.
@@ -37,14 +37,15 @@ def make_folder(kind: str = "", base: str | None = None) -> Path:
         folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}", dir=base))
         if _lock(folder, os.O_CREAT):
             return folder
-        # Another process has just taken it for a folder without an owner, and removes it.
+        # Another process took the folder for one without an owner, and removes it. Try again.
 
 
 def remove_folder(folder: Path, owner: int) -> None:
-    """Remove a folder, unless this process is not its owner but a fork of it.
+    """Remove a folder, unless this process is only a fork of the owner.
 
     Args:
-        owner: process id of the process that made the folder.
+        folder: the folder to remove.
+        owner: the id of the process that made the folder.
     """
     if os.getpid() != owner:
         return
@@ -55,7 +56,7 @@ def remove_folder(folder: Path, owner: int) -> None:
 
 
 def _sweep(base: str) -> None:
-    """Remove the folders in ``base`` that have a lock which no process holds."""
+    """Remove the folders in ``base`` whose lock no process holds."""
     with contextlib.suppress(OSError), os.scandir(base) as entries:
         folders = [
             Path(entry.path)
@@ -72,7 +73,7 @@ def _sweep(base: str) -> None:
 def _lock(folder: Path, create: int) -> bool:
     """Lock a folder. Return False if another process holds its lock, or removes the folder.
 
-    A folder on a file system without locks is made without one, and is never swept.
+    If the file system has no locks, a new folder stays without a lock and is never swept.
     """
     path = folder / _LOCK
     try:
@@ -83,7 +84,7 @@ def _lock(folder: Path, create: int) -> bool:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # The file may have been removed between the two calls. Then the lock means nothing.
+        # If the file was removed between the two calls, the lock has no effect.
         if os.path.samestat(os.fstat(lock), os.stat(path)):
             _locks[folder] = lock
             return True

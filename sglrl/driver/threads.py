@@ -16,29 +16,29 @@ _Ts = TypeVarTuple("_Ts")
 
 
 async def in_thread(work: Callable[[*_Ts], _T], *arguments: *_Ts) -> _T:
-    """Render, tokenize or parse in a thread.
+    """Run work on text in a thread, for example tokenization.
 
-    The event loop's own threads may all be taken by agents that block until they get a turn, and
-    the turn needs this work.
+    The event loop's own threads are not used. Agents that wait for a turn may occupy all of them,
+    and the turn needs this work.
     """
     return await asyncio.get_running_loop().run_in_executor(_pool(os.getpid()), work, *arguments)
 
 
 @cache
 def _pool(process: int) -> ThreadPoolExecutor:
-    """Return the threads of a process. A fork does not have those of its parent."""
+    """Return the threads of a process. A forked process needs its own, as it inherits none."""
     return ThreadPoolExecutor(thread_name_prefix="sglrl text")
 
 
 async def from_thread(start: Callable[[Finish], None]) -> Exception | None:
-    """Wait for a thread that does not delay the exit of the program.
+    """Start a daemon thread, wait for its end, and return its error, if any.
 
-    Call ``start``, and return the error with which the thread calls its argument.
-
-    The threads of an executor are not used: the interpreter waits for them when it exits.
+    A daemon thread does not delay the exit of the program. The interpreter would wait for a thread
+    of an executor.
 
     Args:
-        start: starts a daemon thread, which calls the given function once: with an error or None.
+        start: starts the thread. At its end, the thread must call the argument of ``start`` once,
+            with an error or None.
     """
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[Exception | None] = loop.create_future()

@@ -1,4 +1,4 @@
-"""What a pool reports about its workers and its queue."""
+"""The report of a pool about its workers and its queue."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import msgspec
 
 
 class WorkerInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker of a pool, as the driver knows it now.
+    """The current state of one worker of a pool.
 
     Attributes:
-        id: index in the pool.
+        id: index of the worker in the pool.
         pid: process id of the worker's rank 0.
-        state: "starting"; "syncing" (runs and receives the current weights); "stale" (no worker
-            could send the current weights: waits for the next update); "ready"; "away" (its
+        state: "starting"; "syncing" (runs and receives the current weights); "stale" (waits for the
+            next update, because no worker could send the current weights); "ready"; "away" (its
             connection is broken, and it may return); "draining" (accepts no new calls); "lost" (a
-            replacement follows); "retired".
-        weight_version: policy version of the worker's weights; -1: not known, because the worker
-            was away during an update.
-        device: "cpu", "cuda:0", ...
-        host: name of the host that it runs on; empty: the machine of the pool.
+            replacement follows); "retired" (no replacement follows).
+        weight_version: policy version of the worker's weights. -1 if it is not known, because the
+            worker was away during an update.
+        device: the device of the worker, such as "cpu" or "cuda:0".
+        host: name of the worker's host. Empty for the machine of the pool.
         load: number of calls that the worker holds.
         window: number of calls that the worker may hold.
-        kept_bytes: bytes of its host's memory in which it keeps a copy of its weights, with
-            ``launch(keep_weights="host")``. On each host, one worker does.
+        kept_bytes: bytes of host memory in which the worker keeps a copy of its weights. With
+            ``launch(keep_weights="host")``, one worker on each host keeps a copy.
     """
 
     id: int

@@ -1,4 +1,4 @@
-"""The files that workers write their output to."""
+"""The log files to which workers write their output."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WorkerLogs:
         """Make ``log_dir``.
 
         Raises:
-            UsageError: it cannot be made or written.
+            UsageError: the folder cannot be made or written.
         """
         if self._dir is None:
             return
@@ -47,11 +47,12 @@ class WorkerLogs:
             raise UsageError(f"log_dir {self._dir} cannot be written")
 
     def path(self, folder: Path, index: int, earlier: int) -> Path:
-        """Return the log of a worker.
+        """Return the path of a worker's log.
 
         Args:
-            folder: temporary folder of the pool.
-            earlier: number of earlier workers with this index, which it replaces.
+            folder: the temporary folder of the pool.
+            index: the index of the worker.
+            earlier: number of earlier workers with this index.
         """
         again = f"-{earlier}" if earlier else ""
         name = f"{self._begun}-worker-{index}{again}.log"
@@ -76,9 +77,10 @@ class WorkerLogs:
 
 
 def last_exception(output: str) -> str:
-    """Return the type and the message of the last traceback in an output, or "" without one.
+    """Return the exception of the last traceback in an output, or "" if there is no traceback.
 
-    This is one line of at most 300 characters. Of an exception group, it is the last exception.
+    The result is the line with the type and message, and has at most 300 characters. If the
+    traceback has an exception group, the result is the last exception of the group.
     """
     # Python indents the lines of an exception in a group with spaces and "|".
     lines = [_GROUP.sub("", line) for line in output.splitlines()]

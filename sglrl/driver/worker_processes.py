@@ -28,8 +28,8 @@ class Worker:
         self.identity = identity
         self.log = log
         self.rendezvous = folder / f"ranks-{identity.decode()}"
-        """File through which the ranks find each other. Another program could take a port after it
-        is chosen and before it is used."""
+        """The file through which the ranks find each other. A port is not used instead, because
+        another program could take it after it is chosen and before it is used."""
         self.pids: dict[int, int] = {}
         self.running: set[int] = set()
         self.ready: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -40,7 +40,7 @@ class Worker:
         self.exit_reason = ""
         self.lost = False
         self.away = False
-        """The connection is broken. The processes may run on and return."""
+        """Whether the connection is broken. The processes may still run and return."""
         self.breaks = 0
         """Number of times that the connection broke."""
         self.returns = False
@@ -71,7 +71,7 @@ class Processes:
     """The worker processes of one pool.
 
     Args:
-        launcher: starts and kills them.
+        launcher: starts and kills the processes.
     """
 
     def __init__(self, launcher: Launcher) -> None:
@@ -120,7 +120,7 @@ class Processes:
     async def end(self, workers: Sequence[Worker], timeout: float) -> None:
         """Wait until all processes of the workers have exited. Kill them after ``timeout`` seconds.
 
-        Return ``timeout`` seconds after that at the latest.
+        Then wait at most ``timeout`` seconds more.
         """
         try:
             await _all_gone(workers, timeout)
@@ -135,8 +135,8 @@ class Processes:
             try:
                 await _all_gone(workers, timeout)
             except TimeoutError:
-                # The kernel may need long, to free a GPU for example. The fork server waits for
-                # these processes.
+                # The kernel may need more time, for example to free a GPU. The fork server still
+                # waits for these processes.
                 left = [worker.index for worker in workers if worker.running]
                 logger.warning("killed, but not exited yet: the processes of workers %s", left)
 
@@ -148,7 +148,7 @@ class Processes:
         """Ask the worker's processes to write the stacks of their threads to the worker's log.
 
         Returns:
-            The log, and its size in bytes before.
+            The log, and its size in bytes before the stacks are written.
         """
         before = 0
         with contextlib.suppress(OSError):

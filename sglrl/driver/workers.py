@@ -1,4 +1,4 @@
-"""The states of a driver's workers."""
+"""Change the states of a driver's workers when the pool, a worker or a connection causes it."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from .links import Links, RawFrames
 now = time.monotonic
 
 _FIND_LOST_SECONDS: Final = 1.0
-"""Seconds from a broken connection to the search for the lost peer. If a worker has exited, the
-fork server reports the exit and its reason within this time."""
+"""Seconds between a broken connection and the search for the lost peer. If a worker has exited, the
+fork server reports the exit with its reason before the search."""
 
 _PIECE: Final = 64
-"""With this many new calls per worker, send before the tick ends. Otherwise the driver and a fast
-worker would alternate: each would be idle while the other works."""
+"""With this many new calls per worker, the driver sends before the tick ends. Otherwise the driver
+and a fast worker would alternate, and each would be idle while the other works."""
 
 _RETURN_FROM: Final = (READY, SYNCING, STALE)
 """The states from which a worker may go away and return."""
@@ -49,14 +49,14 @@ class Workers:
         fabric: holds the states.
         links: the connections to the workers.
         listeners: the driver's list of listeners, which changes.
-        changed: executes the effects of a change, and wakes the tasks that wait for it.
+        changed: executes the effects of a state change, and wakes the tasks that wait for it.
         dropped: counts the messages that are dropped.
-        may_return: a worker whose connection breaks connects again, ends all its calls and sends
-            ``Ready``. False: such a worker exits.
+        may_return: whether a worker whose connection breaks ends all its calls, connects again and
+            sends ``Ready``. If not, such a worker exits.
 
     Attributes:
-        frames: the raw frames of the workers' results.
-        piece: number of effects in the outbox from which the driver sends before the tick ends.
+        frames: finds the raw frames of the workers' results.
+        piece: with this many effects in the outbox, the driver sends before the tick ends.
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class Workers:
         """Record that a worker is lost.
 
         Args:
-            returns: the caller starts a replacement later, or calls ``retired``.
+            returns: whether a replacement is expected. The caller later starts it or calls
+                ``retired``.
         """
         member = self._fabric.members[index]
         if member.state in GONE:
@@ -111,15 +112,15 @@ class Workers:
         self._changed()
 
     def serve(self, index: int) -> None:
-        """Let a worker accept calls: it now has the current weights."""
+        """Let a worker accept calls, because it now has the current weights."""
         self._serve(index, self._fabric.members[index].window)
         self._changed()
 
     def set_syncing(self, index: int, *, stale: bool) -> None:
-        """Record that a running worker receives the current weights.
+        """Record that a running worker receives the current weights, or could not receive them.
 
         Args:
-            stale: the worker could not receive the current weights.
+            stale: whether the worker could not receive the current weights.
         """
         self._fabric.members[index].move(STALE if stale else SYNCING)
         self._changed()
@@ -141,7 +142,7 @@ class Workers:
         if self._may_return and type(message) is Ready:
             expected = (STARTING, AWAY)
             if member.state not in expected:
-                # The worker has noticed first that its connection was broken.
+                # The worker noticed the broken connection before the driver did.
                 self.on_unreachable(member)
         index, drop = member.index, self._dropped
         if member.state not in expected:
@@ -165,7 +166,7 @@ class Workers:
     def _on_ready(self, member: Member, ready: Ready) -> None:
         index = member.index
         if self.frames.open(member, ready):
-            # From now on, the worker writes rows to this memory instead of a message.
+            # After this message, the worker writes rows to this memory instead of its messages.
             self._links.send(member, [encode(ShareRows())])
         # A call takes at most two messages: one to submit it and one to cancel it.
         window = min(ready.window, MAX_UNREAD // 2)
@@ -224,7 +225,7 @@ class Workers:
             self._search = self._loop.call_later(_FIND_LOST_SECONDS, self._find_lost)
 
     def _find_lost(self) -> None:
-        """Send every peer a message, which fails if the peer is unreachable."""
+        """Send a message to every peer, to find peers that are unreachable."""
         self._search = None
         self._links.probe()
         for listener in self._listeners:
