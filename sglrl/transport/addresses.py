@@ -1,4 +1,4 @@
-"""Addresses: ``ipc://PATH`` and ``tcp://HOST:PORT``."""
+"""Check and convert the addresses of sockets: ``ipc://PATH`` and ``tcp://HOST:PORT``."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ def check_address(address: str, *, keys: bool = False, insecure: bool = False) -
     """Raise ``UsageError`` unless sglrl may listen on an address, or connect to it.
 
     Args:
-        keys: keys are given.
-        insecure: keys are not required.
+        address: the address to check.
+        keys: whether keys are given.
+        insecure: whether an address of another machine is allowed without keys.
     """
     flag("insecure", insecure)
     if not isinstance(address, str):
@@ -41,8 +42,9 @@ def check_tcp(address: str, what: str, *, listens: bool = False) -> None:
     """Raise ``UsageError`` unless an address is ``tcp://HOST:PORT`` with a possible host and port.
 
     Args:
-        what: whose address it is, for the error.
-        listens: someone will listen on it, so the host may be all interfaces (0.0.0.0).
+        address: the address to check.
+        what: the owner of the address, for the error.
+        listens: whether a process will listen on it, so that the host may be 0.0.0.0.
     """
     port = address.rpartition(":")[2]
     if not address.startswith("tcp://") or not host_of(address) or not port.isdigit():
@@ -62,7 +64,7 @@ def host_of(address: str) -> str:
 
 
 def ip_of(address: str) -> str:
-    """Return the IPv4 address of ``tcp://HOST:PORT``, or "" without one. Sends nothing there."""
+    """Return the IPv4 address of ``tcp://HOST:PORT``, or "" without one. No packet is sent."""
     with contextlib.suppress(OSError), sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as s:
         s.connect((host_of(address), int(address.rpartition(":")[2])))
         ip: str = s.getpeername()[0]
@@ -71,7 +73,7 @@ def ip_of(address: str) -> str:
 
 
 def is_own(ip: str) -> bool:
-    """Return whether an IP address is one of this machine, so that a socket can listen on it."""
+    """Return True if an IP address belongs to this machine, so that a socket can listen on it."""
     try:
         sockets.create_server((ip, 0)).close()
     except OSError:
@@ -87,20 +89,21 @@ def is_loopback(address: str) -> bool:
     try:
         return ip_address(host).is_loopback
     except ValueError:
-        # A host name or an interface, which may have any address.
+        # This is a host name or an interface, which may have any address.
         return False
 
 
 def address_towards(other: str, own: str) -> str:
     """Return the address at which the machine of ``other`` reaches an end that listens on ``own``.
 
-    If ``own`` is all interfaces, it is the address from which this machine reaches ``other``.
+    If ``own`` stands for all interfaces, return the address from which this machine reaches
+    ``other``.
     """
     host = host_of(own)
     if host not in _ALL_INTERFACES:
         return own
     family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
-    # Sends no packet, as below.
+    # This sends no packet, as in ``reachable``.
     with contextlib.suppress(OSError), sockets.socket(family, sockets.SOCK_DGRAM) as s:
         s.connect((host_of(other), int(other.rpartition(":")[2])))
         ip = s.getsockname()[0]
@@ -109,11 +112,12 @@ def address_towards(other: str, own: str) -> str:
 
 
 def reachable(address: str, *, here: bool) -> str:
-    """Return the address to connect to an end that listens on ``address``.
+    """Return the address at which to connect to an end that listens on ``address``.
 
     Args:
-        here: for connections from this machine. Otherwise the address is for other machines, and is
-            a guess if the end listens on all interfaces.
+        address: the address of the listening end.
+        here: whether the connections come from this machine. If they come from other machines and
+            the end listens on all interfaces, the result is a guess.
     """
     for anywhere, loopback, family, away in (
         ("tcp://0.0.0.0:", "127.0.0.1", sockets.AF_INET, "192.0.2.1"),
@@ -122,7 +126,7 @@ def reachable(address: str, *, here: bool) -> str:
         if address.startswith(anywhere):
             host = loopback
             if not here:
-                # Sends no packet: the kernel only chooses the source address for a packet.
+                # This sends no packet. The kernel only chooses a source address for packets.
                 with contextlib.suppress(OSError), sockets.socket(family, sockets.SOCK_DGRAM) as s:
                     s.connect((away, 9))
                     ip = s.getsockname()[0]

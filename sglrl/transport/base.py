@@ -9,7 +9,7 @@ import msgspec
 
 MAX_UNREAD: Final = 1 << 16
 """Maximum number of messages to one peer that wait in the driver's socket. The driver limits a
-worker's window so that a worker that reads, even late, never has this many unread messages."""
+worker's window, so that a worker that reads its messages, even late, never reaches this number."""
 
 Frame = bytes | bytearray | memoryview
 OnDriverMessage = Callable[[bytes, list[Frame]], None]
@@ -19,7 +19,7 @@ OnWorkerMessage = Callable[[list[Frame]], None]
 
 
 class DriverKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """CURVE keys of the listening side, in Z85: its secret key and the clients' public keys."""
+    """The CURVE keys of the listening side in Z85: its secret key and the clients' public keys."""
 
     secret: str
     clients: frozenset[str]
@@ -32,7 +32,7 @@ class DriverKeys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DriverTransport(Protocol):
-    """The driver's end: one socket for many workers. Each worker has an identity.
+    """The driver's end of a transport: one socket for many workers, which have identities.
 
     Messages from one worker arrive in the order in which they were sent. The order of messages from
     different workers is undefined. ``on_message`` runs on the event loop, must not block, and is
@@ -47,15 +47,15 @@ class DriverTransport(Protocol):
         on_pause: OnPause | None = None,
         on_break: OnBreak | None = None,
     ) -> None:
-        """Deliver messages to ``on_message`` as ``(identity, frames)``. Needs a running loop.
+        """Start to deliver messages, on the running event loop.
 
         Args:
-            on_message: called with each message.
-            on_pause: called after the last message of a batch. The receiver can then act once for
-                the whole batch.
-            on_break: called on the loop when a connection was closed or broke. The transport does
-                not know the peer. From then on, or very soon after, ``send`` returns False for that
-                peer.
+            on_message: ``on_message(identity, frames)`` is called for each message.
+            on_pause: is called after the last message of a batch, so that the receiver can act once
+                for the whole batch.
+            on_break: is called on the event loop when a connection was closed or broke. The
+                transport cannot tell which one. ``send`` then returns False for the peer, at once
+                or very soon.
         """
         ...
 
@@ -63,8 +63,8 @@ class DriverTransport(Protocol):
         """Send one message.
 
         Returns:
-            False if the message was dropped: the peer is not connected, or ``MAX_UNREAD`` messages
-            wait for it already.
+            False if the message was dropped, because the peer is not connected or has
+            ``MAX_UNREAD`` unread messages.
 
         Raises:
             Closed: the transport is closed.
@@ -77,10 +77,10 @@ class DriverTransport(Protocol):
 
 
 class WorkerTransport(Protocol):
-    """A worker's end, on an event loop."""
+    """A worker's end of a transport, on an event loop."""
 
     def start(self, on_message: OnWorkerMessage) -> None:
-        """Deliver messages to ``on_message``. Needs a running loop."""
+        """Start to deliver messages to ``on_message(frames)``, on the running event loop."""
         ...
 
     def send(self, frames: Sequence[Frame]) -> None:

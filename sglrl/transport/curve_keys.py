@@ -1,13 +1,13 @@
-"""Folders of CURVE keys: which clients may connect to a driver that listens beyond this machine.
+"""Folders of CURVE keys, which determine the clients that may connect to a driver over a network.
 
 A key is one line of 40 characters (Z85) in a file. Files come in pairs::
 
-    driver.secret, driver.public    of the process that calls ``launch``
-    NAME.secret, NAME.public        of a process that connects to it
+    driver.secret, driver.public    the pair of the process that calls ``launch``
+    NAME.secret, NAME.public        the pair of a process that connects to it
 
 A driver needs ``driver.secret`` and the ``.public`` files of the clients that it admits. A client
 needs ``driver.public`` and its own ``.secret`` file. Only the owner may read secret files (0600).
-Other users must not be able to change a folder: a public key that they add would let them connect.
+Other users must not be able to change a folder, because they could then admit their own keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .base import DriverKeys
 
 DRIVER: Final = "driver"
 NODE: Final = "node"
-"""Name of the pair of nodes that listen."""
+"""Name of the key pair that all listening nodes have."""
 FIRST_CLIENT: Final = "trainer"
 """Name of the client whose pair a new folder contains, together with the driver's pair."""
 
@@ -85,12 +85,12 @@ def read_client_keys(where: str | PathLike[str]) -> ClientKeys:
     """Return the keys of a client.
 
     Args:
-        where: a folder with one client's secret key, or the file of a client's secret key in a
-            folder with several.
+        where: a folder with one client's secret key. If the folder has several such keys, the file
+            with the key.
 
     Raises:
-        InvalidKeys: ``where`` is neither of these, or other users can read the secret key or
-            change the files.
+        InvalidKeys: ``where`` is neither, or other users can read the secret key or change the
+            files.
     """
     from .zmq import public_key
 
@@ -123,10 +123,10 @@ def read_client_keys(where: str | PathLike[str]) -> ClientKeys:
 def read_keys_to_node(folder: str | PathLike[str]) -> ClientKeys:
     """Return the keys with which a driver connects to nodes that listen.
 
-    The nodes have the pair "node" of the driver's folder.
+    These nodes have the pair "node" of the driver's folder.
 
     Raises:
-        InvalidKeys: the folder is not a driver's folder, or has no pair of that name.
+        InvalidKeys: the folder is not a driver's folder, or has no pair "node".
     """
     from .zmq import public_key
 
@@ -139,7 +139,7 @@ def read_keys_to_node(folder: str | PathLike[str]) -> ClientKeys:
 
 
 def keys_of_listening_node(keys: ClientKeys) -> DriverKeys:
-    """Return the keys with which a node listens: only its driver may connect."""
+    """Return the keys with which a node listens. With these, only its driver may connect."""
     return DriverKeys(secret=keys.secret, clients=frozenset({keys.driver}))
 
 

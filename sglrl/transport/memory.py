@@ -1,6 +1,6 @@
 """A transport within one process and one event loop, for tests and benchmarks.
 
-Messages are delivered in a later loop tick, never inside ``send``, as with real sockets.
+As with real sockets, messages are delivered in a later tick of the event loop, not inside ``send``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .base import Frame, OnBreak, OnDriverMessage, OnPause, OnWorkerMessage
 class MemoryRouter:
     """The driver's end (``DriverTransport``). ``connect`` creates a worker's end.
 
-    One callback per loop tick delivers the messages of all workers.
+    One callback per tick of the event loop delivers the messages of all workers.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class MemoryRouter:
             self._schedule()
 
     def drop(self, identity: bytes, dealer: MemoryDealer) -> None:
-        """Remove a worker's end that was closed. Keep a newer end with the same identity."""
+        """Remove a worker's end that was closed. Do not remove a newer end with this identity."""
         if self._dealers.get(identity) is dealer:
             del self._dealers[identity]
             if self._on_break is not None and not self._closed:
@@ -92,8 +92,7 @@ class MemoryRouter:
     def _deliver(self) -> None:
         """Deliver the messages that were sent until now.
 
-        If a receiver raises, the remaining messages are delivered in the next tick, before newer
-        messages.
+        If a receiver raises an exception, the remaining messages are delivered in the next tick.
         """
         self._scheduled = False
         workers, driver = len(self._to_workers), len(self._to_driver)

@@ -1,14 +1,15 @@
 """Rows of logprobs in memory that a worker and its driver share.
 
-A row of a whole vocabulary has half a megabyte, and a step yields dozens of rows. A socket takes
-longer to send them than the model takes to compute them. Instead, the worker writes each row into a
-slot of a file without a name (``memfd_create``). The driver opens the file through ``/proc``. The
-message names the slots, and the driver returns views of them. A slot is free again when no view of
-it is left. Rows are sent as raw frames when the system does not support this, and while all slots
-are taken.
+A row with the logprobs of a whole vocabulary has half a megabyte, and a step yields dozens of rows.
+A socket takes longer to send them than the model takes to compute them. Instead, the worker writes
+each row into a slot of a file without a name (``memfd_create``). The driver opens the file through
+``/proc``. The worker's message contains the numbers of the slots, and the driver returns views of
+the slots. A slot is free again when no view of it is left. If the system does not support this, or
+all slots are taken, rows are sent as raw frames.
 
 The file also has one byte per slot. The worker sets the byte when it takes the slot, and the driver
-clears it. At any time only one side may change the byte of a slot, so there is no lock.
+clears the byte when the slot is free. At any time only one side may change the byte, so no lock is
+needed.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ from ..wire.calls import RowsOffer
 MIN_BYTES: Final = 64 << 10
 """Minimum bytes of a row. Copying smaller rows into a message is faster than sharing them."""
 MAX_BYTES: Final = 512 << 20
-"""Maximum bytes of all rows of a worker. The memory grows to the number of rows that were needed at
+"""Maximum bytes of all rows of a worker. Memory is allocated only for as many rows as are in use at
 the same time."""
 TOGETHER: Final = 16
-"""Rows per piece of memory."""
+"""Number of rows per piece of memory. Memory is allocated in pieces."""
 _SEALS: Final = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
 _GET_SEALS: Final = 1034
 _ADD_SEALS: Final = 1033
@@ -43,7 +44,7 @@ _ADD_SEALS: Final = 1033
 class _Layout:
     """The layout of a file for rows of ``row_bytes``.
 
-    The file has one byte per slot, then pieces of ``TOGETHER`` rows. Each piece starts at a page.
+    The file has one byte per slot, then pieces of ``TOGETHER`` rows. Each piece starts on a page.
     """
 
     def __init__(self, row_bytes: int) -> None:
@@ -67,14 +68,14 @@ def _pages(size: int) -> int:
 
 
 class RowsWriter:
-    """The worker's end. Use it from one thread only.
+    """The worker's end of the shared memory. Only one thread may use it.
 
     Attributes:
         offer: the data that the driver needs to open the file.
-        rows: float32 [pieces, TOGETHER, row]. After ``take`` has returned a slot, row
+        rows: all rows, as float32 [pieces, TOGETHER, row]. After ``take`` has returned a slot, row
             ``slot % TOGETHER`` of piece ``slot // TOGETHER`` may be written.
-        on_piece: called with a piece before its first use. If it raises ``RuntimeError``, no more
-            pieces are added.
+        on_piece: is called with each piece before its first use. If it raises ``RuntimeError``, no
+            more pieces are added.
     """
 
     def __init__(self, row_bytes: int) -> None:
@@ -83,7 +84,7 @@ class RowsWriter:
         flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
         self._fd = os.memfd_create(_name(token), flags)
         os.ftruncate(self._fd, layout.size)
-        # With a fixed size, no view can ever lie beyond the end of the file.
+        # The size is now fixed, so that no view can ever lie beyond the end of the file.
         fcntl.fcntl(self._fd, _ADD_SEALS, _SEALS)
         memory = mmap.mmap(self._fd, layout.size)
         self._taken = np.frombuffer(memory, np.uint8, layout.count)
@@ -112,7 +113,7 @@ class RowsWriter:
         return list(map(int, slots))
 
     def give_back(self, slots: Sequence[int]) -> None:
-        """Free slots that no message has named."""
+        """Free taken slots whose numbers were not sent in a message."""
         for slot in slots:
             self._taken[slot] = 0
 
@@ -131,7 +132,7 @@ class RowsWriter:
             os.posix_fallocate(self._fd, begin, layout.piece_bytes)
             self.on_piece(self.rows[self._pieces])
         except (OSError, RuntimeError):
-            # Do not try again with every query.
+            # Do not try again in each call of ``take``.
             self._most = self._pieces
             return False
         self._pieces += 1
@@ -139,7 +140,7 @@ class RowsWriter:
 
 
 class RowsReader:
-    """The driver's end.
+    """The driver's end of the memory that one worker shares.
 
     Raises:
         OSError: this process cannot open the file, for example because the worker runs in another
@@ -150,14 +151,14 @@ class RowsReader:
         if not 0 < offer.row_bytes <= MAX_BYTES // TOGETHER or offer.row_bytes % 4:
             raise OSError(f"{offer.row_bytes} bytes are no row")
         layout = self._layout = _Layout(offer.row_bytes)
-        # The descriptor that a worker names may be a pipe: do not block on it.
+        # If the worker's descriptor is a pipe, opening it must not block.
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK
         fd = os.open(f"/proc/{pid}/fd/{offer.fd}", flags)
         try:
             # Only files of ``memfd_create`` have seals.
             if fcntl.fcntl(fd, _GET_SEALS) != _SEALS or os.fstat(fd).st_size != layout.size:
                 raise OSError("the file is not one of these")
-            # A worker on another machine may have the process number of another worker here.
+            # A worker on another machine may have the process id of a worker on this machine.
             if _name(offer.token) not in os.readlink(f"/proc/self/fd/{fd}"):
                 raise OSError("the file is that of another worker")
             self._memory = mmap.mmap(fd, layout.size)
@@ -170,7 +171,7 @@ class RowsReader:
     def views(self, slots: Sequence[int]) -> list[memoryview]:
         """Return the rows of these slots, read-only, as uint8 [row bytes].
 
-        A slot is free when its view and all objects made from the view are deleted.
+        A slot becomes free when its view and all objects made from the view are deleted.
 
         Raises:
             ProtocolError: a slot does not exist, or a view of it still exists.
@@ -197,8 +198,8 @@ class RowsReader:
         self._held.clear()
 
     def _free(self, reference: _Held) -> None:
-        # Runs on the thread that deletes the last view. Delete the entry before clearing the byte:
-        # the worker may take the slot again after that.
+        # This runs on the thread that deletes the last view. The entry must be deleted before the
+        # byte is cleared, because the worker may then take the slot again.
         del self._held[reference.slot]
         self._taken[reference.slot] = 0
 
@@ -214,7 +215,7 @@ _readers: weakref.WeakSet[RowsReader] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
-    """Never free the current rows: a forked child shares them and does not report their release."""
+    """Never free the current rows, because a forked child may go on using them unnoticed."""
     for reader in list(_readers):
         reader.keep()
 

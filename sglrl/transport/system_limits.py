@@ -1,6 +1,6 @@
-"""Limits of the system: open files, room for files, processes, threads.
+"""Raise or check limits of the system: open files, room for files, processes and threads.
 
-Each error for an exhausted limit names the limit and tells the user what to do.
+Each error for an exhausted limit names the limit and what to do.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def open_standard_files() -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files to the hard limit, at most 65,536: a connection is a file."""
+    """Raise the limit of open files, which include connections, to the hard limit or 65,536."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -49,14 +49,14 @@ def no_file(folder: str | Path, error: OSError) -> WorkerStartError:
 
 
 def available_memory() -> int:
-    """Return the bytes of memory that are left on this machine, or in this container.
+    """Return the bytes of free memory on this machine, or in this container.
 
     Caches that the kernel can empty count as free.
     """
     meminfo = Path("/proc/meminfo").read_text(encoding="utf-8")
     (line,) = [text for text in meminfo.splitlines() if text.startswith("MemAvailable")]
     available = int(line.split()[1]) * 1024
-    # The limit of a container: https://docs.kernel.org/admin-guide/cgroup-v2.html.
+    # These files have a container's limit: https://docs.kernel.org/admin-guide/cgroup-v2.html.
     group = Path("/sys/fs/cgroup")
     try:
         limit = int((group / "memory.max").read_text(encoding="utf-8"))
@@ -72,7 +72,7 @@ def available_memory() -> int:
 
 
 def no_process() -> str:
-    """Return why a process or a thread cannot be started, and what to do."""
+    """Return the reason why no process or thread can be started, and what to do."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     limit = "unlimited" if soft == resource.RLIM_INFINITY else str(soft)
     return (
@@ -83,7 +83,7 @@ def no_process() -> str:
 
 
 def reason(error: OSError) -> str:
-    """Return why a process could not be started."""
+    """Return the reason why a process could not be started, from the error."""
     text = error.strerror or str(error)
     return f"{text}: {no_process()}" if error.errno == errno.EAGAIN else text
 
@@ -99,7 +99,7 @@ def start_thread(thread: threading.Thread) -> None:
 def check_threads(count: int) -> None:
     """Raise ``WorkerStartError`` unless ``count`` more threads can be started.
 
-    Check this before a library starts threads: the library may abort the process when it cannot.
+    Check this before a library starts threads, because the library may otherwise abort the process.
     """
     end = threading.Event()
     started: list[threading.Thread] = []
@@ -113,7 +113,7 @@ def check_threads(count: int) -> None:
         until = time.monotonic() + 1.0
         for thread in started:
             thread.join()
-            # A thread counts until the kernel has removed it, a moment after its end.
+            # A thread counts towards the limit until the kernel removes it, shortly after its end.
             while (
                 os.path.exists(f"/proc/self/task/{thread.native_id}") and time.monotonic() < until
             ):

@@ -1,4 +1,4 @@
-"""Warn about objects that hold processes or connections and that the program never closes."""
+"""Warn about objects that own processes or connections and that the program never closes."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ def warn_unless_closed(owner: object, name: str) -> weakref.finalize[..., Any]:
     """Emit a ``ResourceWarning`` if ``owner`` is never closed.
 
     The warning is emitted when ``owner`` is garbage-collected, or when the interpreter exits while
-    ``owner`` exists. When ``owner`` is closed, it calls ``detach()`` of the returned object.
+    ``owner`` exists. When ``owner`` is closed, it must call ``detach()`` of the returned object.
 
     Args:
-        name: name of ``owner`` in the warning. It must not contain a secret.
+        owner: the object that must be closed.
+        name: the name of ``owner`` in the warning. It must not contain a secret.
     """
     return weakref.finalize(owner, _warn, name, os.getpid())
 

@@ -21,23 +21,27 @@ from .sockets import Socket, close_socket, open_socket, send_frames
 
 _RECONNECT_SECONDS: Final = 1.0
 """Seconds before ZeroMQ reconnects, for a dealer with ``on_break``. This must be longer than the
-shutdown of the other end, which breaks the connection."""
+other end takes to shut down after it has broken the connection."""
 _CONNECT_MS: Final = 3000
-"""Milliseconds of one attempt to connect. The kernel would wait longer and longer between its
-packets, and so notice late that a link works again."""
+"""Milliseconds of one attempt to connect. In a longer attempt, the kernel would wait longer and
+longer between its packets, and so notice late that a network link works again."""
 
 
 class ZmqDealer(Pump):
     """A worker's end on an event loop (``WorkerTransport``).
 
-    ZeroMQ reconnects by itself after a break. It does not report messages that are lost then, for
-    example in the middle of a stream.
+    ZeroMQ reconnects by itself after a break. It does not report messages that the break has lost,
+    for example in the middle of a stream.
 
     Args:
-        on_break: called on a separate thread when the connection breaks.
+        address: the address of the router.
+        identity: the name of this peer at the router.
+        max_message_bytes: the connection is closed if it receives a larger message.
+        keys: the keys of the connection. None: it is not encrypted.
+        on_break: is called on a separate thread when the connection breaks.
         heartbeat_timeout: close a TCP connection on which nothing arrives for this number of
             seconds. None: never.
-        reconnect_seconds: seconds before ZeroMQ reconnects, with ``on_break``.
+        reconnect_seconds: seconds before ZeroMQ reconnects. Ignored without ``on_break``.
     """
 
     def __init__(
@@ -72,16 +76,16 @@ class ZmqDealer(Pump):
         try:
             send_frames(self.socket, frames)
         except zmq.Again:
-            # The queue has no limit, so this error means that the connection was refused for good.
+            # The queue has no limit, so this error means that the driver refused the connection.
             raise Closed("the driver has refused the connection") from None
         self.check_soon()
 
 
 class ZmqPolledDealer:
-    """A worker's end without an event loop, polled by a thread with other work.
+    """A worker's end without an event loop, for a thread that polls it between other work.
 
     The engine's scheduler loop uses it. Only the thread that created it may use it, except for
-    ``wake``. The arguments are those of ``ZmqDealer``.
+    ``wake``. The arguments are the same as for ``ZmqDealer``.
     """
 
     def __init__(
@@ -105,12 +109,12 @@ class ZmqPolledDealer:
         self._poller.register(self._wakeup, zmq.POLLIN)
 
     def wake(self) -> None:
-        """End the current ``wait``, or the next one. Other threads may call this method only."""
+        """End the current ``wait``, or the next one. Any thread may call this method."""
         with contextlib.suppress(OSError):
             os.eventfd_write(self._wakeup, 1)
 
     def receive(self) -> list[bytes] | None:
-        """Return the next message, or None if none has arrived. Never wait."""
+        """Return the next message, or None if none has arrived. This never waits."""
         try:
             return self._socket.recv_multipart(zmq.NOBLOCK)
         except zmq.Again:
@@ -132,7 +136,7 @@ class ZmqPolledDealer:
         send_frames(self._socket, frames)
 
     def reconnect(self, on_break: Callable[[], None] | None = None) -> None:
-        """Drop all messages that wait, and open a new connection."""
+        """Drop all waiting messages, and open a new connection."""
         self._poller.unregister(self._socket)
         close_socket(self._socket)
         self._socket = _connect(self._settings, on_break)
@@ -142,14 +146,14 @@ class ZmqPolledDealer:
         """Close the socket.
 
         Args:
-            linger: seconds to send the messages that are not sent yet.
+            linger: maximum seconds in which ZeroMQ sends the messages that are not sent yet.
         """
         close_socket(self._socket, linger)
         os.close(self._wakeup)
 
 
 class DealerSettings(NamedTuple):
-    """See ``ZmqDealer``."""
+    """The arguments of ``ZmqDealer`` for a socket."""
 
     address: str
     identity: bytes
@@ -215,6 +219,6 @@ def _watch(socket: Socket, on_break: Callable[[], None]) -> None:
 
 def _await_break(monitor: Socket, on_break: Callable[[], None]) -> None:
     with contextlib.suppress(zmq.ContextTerminated), monitor:
-        # Read up to the last event: closing the watched socket would wait until it is read.
+        # Read all events up to the last one, because closing the watched socket waits for this.
         while parse_monitor_message(monitor.recv_multipart())["event"] == zmq.EVENT_DISCONNECTED:
             on_break()

@@ -1,4 +1,4 @@
-"""Check the keys of peers during the handshake, and limit the handshakes that are not finished."""
+"""Check the keys of peers during the handshake, and limit the number of unfinished handshakes."""
 
 from __future__ import annotations
 
@@ -20,26 +20,28 @@ from .sockets import Context, Socket
 logger = logging.getLogger("sglrl.transport")
 
 DOMAIN: Final = b"sglrl"
-"""The ZAP domain of routers."""
+"""The domain of routers in ZeroMQ's authentication protocol (ZAP)."""
 _GREETING_BYTES: Final = 64
 _PLAIN_HANDSHAKE_BYTES: Final = _GREETING_BYTES + 27
 """Bytes of a greeting and the shortest READY command (https://rfc.zeromq.org/spec/23). A connection
-that has sent less has not finished its handshake."""
+on which fewer bytes have arrived has not finished its handshake."""
 _CURVE_HANDSHAKE_BYTES: Final = _GREETING_BYTES + 202 + 257
-"""Bytes of a greeting, HELLO and the shortest INITIATE (https://rfc.zeromq.org/spec/26)."""
+"""The same for CURVE: bytes of a greeting, HELLO and the shortest INITIATE
+(https://rfc.zeromq.org/spec/26)."""
 _EVENT: Final = struct.Struct("=HI")
 _RECEIVED: Final = struct.Struct("=128xQ")
 """Extracts ``tcpi_bytes_received`` from ``struct tcp_info`` of linux/tcp.h."""
 
 
 class Authenticator(Pump):
-    """Answers ZeroMQ whether a CURVE key is known.
+    """Decides whether ZeroMQ accepts the CURVE key of a peer.
 
-    ZeroMQ asks during a handshake, over a socket of the router's own context (ZAP,
+    During a handshake, ZeroMQ sends the key over a socket of the router's own context (ZAP,
     https://rfc.zeromq.org/spec/27).
 
     Args:
-        known: public keys, in Z85.
+        context: the context of the router.
+        known: the public keys to accept, in Z85.
     """
 
     def __init__(self, context: Context, known: frozenset[str]) -> None:
@@ -63,20 +65,22 @@ class Authenticator(Pump):
 class ConnectionMonitor(Pump):
     """Reports when a connection of the router ends. ZeroMQ does not report the peer.
 
-    Over tcp it also closes connections that have not finished their handshake, the oldest first,
-    when they take more than a quarter of the files that this process may open. ZeroMQ itself would
-    accept connections until no file descriptor is left.
+    Over tcp it also limits connections with an unfinished handshake to a quarter of the files that
+    this process may open. It closes the oldest ones first. ZeroMQ itself would accept connections
+    until no file descriptor is left.
 
     Args:
-        keys: the handshakes are those of CURVE.
+        context: the context of the router.
+        router: the socket of the router.
+        keys: whether the handshakes use CURVE.
 
     Attributes:
-        port: port that the router listens on; 0: not over tcp.
+        port: the port on which the router listens, or 0 if it does not use tcp.
     """
 
     def __init__(self, context: Context, router: Socket, *, keys: bool) -> None:
         super().__init__(context.socket(zmq.PAIR))
-        # With a limit, ZeroMQ's thread, and with it all connections, would wait for this end.
+        # With a limit, ZeroMQ's thread would wait for this socket, and so would all connections.
         self.socket.setsockopt(zmq.RCVHWM, 0)
         router.monitor("inproc://connections", zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.socket.connect("inproc://connections")
@@ -108,7 +112,7 @@ class ConnectionMonitor(Pump):
         try:
             connection = sockets.socket(fileno=fd)
         except OSError:
-            # The connection was closed meanwhile; ZeroMQ reports that next.
+            # The connection was closed in the meantime. ZeroMQ reports this next.
             return
         try:
             # The descriptor may belong to another file by now.
@@ -122,5 +126,5 @@ class ConnectionMonitor(Pump):
         except (OSError, IndexError, struct.error):
             return
         finally:
-            # ZeroMQ owns the descriptor.
+            # Do not close the descriptor, because ZeroMQ owns it.
             connection.detach()

@@ -1,10 +1,10 @@
-"""Drain a socket on an event loop.
+"""Receive the messages of a socket on an event loop.
 
-The event loop watches the socket's file descriptor, and the socket is drained without blocking. The
+The event loop watches the socket's file descriptor, and messages are received without blocking. The
 descriptor is edge-triggered, and *any* operation on the socket may consume its edge. After every
-burst of sends, the socket is therefore checked once for messages that arrived meanwhile
+burst of sends, the socket is therefore checked once for messages that arrived in the meantime
 (http://api.zeromq.org/4-3:zmq-getsockopt, ZMQ_FD). A receive is never cancelled or timed out, so
-no message can be lost between two owners.
+no message can be lost between two receivers.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .sockets import Context, Socket, close_socket, receive_frames
 _BATCH: Final = 128
 """Maximum number of messages handled in one callback before the loop runs other tasks."""
 _BATCH_SECONDS: Final = 0.001
-"""Maximum seconds of one callback, because a message may contain hundreds of answers."""
+"""Maximum seconds of one callback. This is needed, as a message may contain hundreds of answers."""
 
 
 class Pump:
@@ -32,7 +32,7 @@ class Pump:
 
     Attributes:
         plain_frames: number of frames at the start of a message that are not raw frames.
-        on_pause: called after the last message of a batch.
+        on_pause: is called after the last message of a batch.
     """
 
     plain_frames = 1
@@ -46,13 +46,13 @@ class Pump:
         _pumps.add(self)
 
     def begin(self) -> None:
-        """Receive from now on."""
+        """Start to receive messages, on the running event loop."""
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self.socket.fileno(), self._drain)
         self.check_soon()
 
     def check_soon(self) -> None:
-        """Check for messages at the end of the loop tick.
+        """Check for messages at the end of the event loop's tick.
 
         Call this after every send, which may have consumed the edge that announces a message. The
         sends of one tick share one check.
@@ -79,8 +79,8 @@ class Pump:
         if self.closed:
             return
         socket, plain = self.socket, self.plain_frames
-        # Set this first: if the callback raises, the following messages must not wait for an edge
-        # that was already consumed.
+        # If ``handle`` raises an exception, the socket must be checked again, because the edge for
+        # the following messages was already consumed.
         more = True
         end = time.monotonic() + _BATCH_SECONDS
         try:
@@ -101,17 +101,17 @@ class Pump:
 
 
 def close_with(pump: Pump, *owned: Socket | Context) -> None:
-    """Close sockets and contexts in this order when a pump is collected that was never closed.
+    """Close sockets and contexts in this order when an unclosed pump is garbage-collected.
 
-    Otherwise the garbage collector may terminate the context before the sockets, which waits for
-    ever. At interpreter exit nothing is closed: an event loop in another thread may still use the
-    sockets.
+    Otherwise the garbage collector may terminate the context before the sockets, and then block for
+    ever. At interpreter exit nothing is closed, because an event loop in another thread may still
+    use the sockets.
     """
     finalize(pump, _close_in_order, owned, os.getpid()).atexit = False
 
 
 def _close_in_order(owned: Sequence[Socket | Context], pid: int) -> None:
-    # A forked process has copies. Only the parent closes them.
+    # A forked process has copies of the sockets. Only the parent closes them.
     if os.getpid() == pid:
         for one in owned:
             if isinstance(one, zmq.Context):

@@ -1,4 +1,4 @@
-"""Send one message and wait for the answer, and explain why there is none."""
+"""Send one message and return the answer, or explain why there is none."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def ask(address: str, keys: ClientKeys | None, message: bytes, seconds: float) -
     """Connect, send a message and return the answer.
 
     Raises:
-        Closed: the handshake failed, or there was no answer in time. The text says why.
+        Closed: the handshake failed, or there was no answer in time. The message has the reason.
     """
     deadline = time.monotonic() + seconds
     identity = f"question/{secrets.token_hex(8)}".encode()

@@ -20,28 +20,35 @@ logger = logging.getLogger("sglrl.transport")
 
 _MAX_UNTAKEN: Final = 1 << 14
 """Maximum number of messages of one peer that wait at the driver. Further messages wait at the
-peer, and are lost if the peer exits. While they wait there, ZeroMQ does not read heartbeats either:
-a driver that is busy for longer than ``heartbeat_timeout`` must not reach this number."""
+peer, and are lost if the peer exits. While they wait there, ZeroMQ does not read heartbeats either.
+Therefore the number is so large that a driver that is busy for ``heartbeat_timeout`` does not
+reach it."""
 _HANDSHAKE_MS: Final = 10_000
-"""Milliseconds for a handshake. With keys it includes a question to the driver, which may be
+"""Maximum milliseconds of a handshake. With keys, it includes a check by the driver, which may be
 busy."""
 
 
 class ZmqRouter(Pump):
     """The driver's end (``DriverTransport``).
 
-    With ``keys``, the router admits peers that have the key of a client in ``keys``, or
-    ``worker_keys``.
+    With ``keys``, the router admits peers that have ``worker_keys`` or the key of a client in
+    ``keys``.
 
     Args:
-        handover: a peer that connects again takes the place of its old connection, whose break may
-            not be noticed here yet. False: a second connection with a name that is in use is not
-            heard.
+        address: the address to listen on.
+        max_message_bytes: a connection on which a larger message arrives is closed.
+        keys: the keys of the driver and its clients. None: connections are not encrypted.
+        insecure: whether other machines may connect without keys.
+        heartbeat_timeout: close a TCP connection on which nothing arrives for this number of
+            seconds. None: never.
+        handover: whether a new connection replaces an older one with the same identity. The router
+            may not have noticed yet that the older one is broken. If False, messages of the new
+            connection are ignored.
 
     Attributes:
         address: the address for workers on this machine.
         outer_address: the address for other machines.
-        worker_keys: keys that are created for this router only. None without ``keys``.
+        worker_keys: keys for the workers, which are created for this router. None without ``keys``.
     """
 
     plain_frames = 2
@@ -75,8 +82,8 @@ class ZmqRouter(Pump):
         self.socket.setsockopt(zmq.RCVHWM, _MAX_UNTAKEN)
         self.socket.setsockopt(zmq.HANDSHAKE_IVL, _HANDSHAKE_MS)
         # With a domain, libzmq refuses ZMTP 1 and 2. With these versions, any connection that sends
-        # a few bytes becomes a peer; if this happens while the socket closes, this process ends
-        # (zmtp_engine.cpp 4.3.5, process_routing_id_msg).
+        # a few bytes becomes a peer. If this happens while the socket closes, libzmq aborts this
+        # process (zmtp_engine.cpp 4.3.5, process_routing_id_msg).
         self.socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
         self.worker_keys: ClientKeys | None = None
         self._authenticator: Authenticator | None = None
@@ -104,7 +111,7 @@ class ZmqRouter(Pump):
         self._authenticator = Authenticator(self._context, keys.clients | {public})
         self.socket.setsockopt(zmq.CURVE_SERVER, 1)
         self.socket.setsockopt(zmq.CURVE_SECRETKEY, keys.secret.encode())
-        # Without this, ZeroMQ admits every peer if no handler answers its question.
+        # Without this option, ZeroMQ admits every peer if no handler checks the keys.
         self.socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
 
     def _bind(self, address: str) -> None:
@@ -124,17 +131,17 @@ class ZmqRouter(Pump):
 
     @property
     def _helpers(self) -> list[Pump]:
-        """The other pumps, in closing order.
+        """The other pumps, in the order in which they are closed.
 
-        They are closed after the router: ZeroMQ's thread would wait until the router's last event
-        is read.
+        They are closed after the router. Otherwise ZeroMQ's thread would wait until the router's
+        last event is read.
         """
         helpers = (self._monitor, self._authenticator)
         return [helper for helper in helpers if helper is not None]
 
     @property
     def refused(self) -> int:
-        """Number of handshakes with an unknown key. A refused peer retries repeatedly."""
+        """Number of handshakes with an unknown key. A refused peer may try many times."""
         return 0 if self._authenticator is None else self._authenticator.refused.count
 
     @property

@@ -1,4 +1,4 @@
-"""Socket options, sending, receiving and closing; CURVE keys."""
+"""Open sockets with their options, send and receive messages, close sockets, make CURVE keys."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ Socket = zmq.Socket[bytes]
 Context = zmq.Context[Socket]
 
 _COPIED_OUT: Final = 192 << 10
-"""Larger frames are passed to ZeroMQ without a copy. For smaller frames, the thread in which pyzmq
-releases them costs more than a copy."""
+"""Frames with more bytes are passed to ZeroMQ without a copy. For smaller frames, a copy costs less
+than the thread in which pyzmq later releases them."""
 _COPIED_IN: Final = 64 << 10
-"""Raw frames of at least this many bytes are read from ZeroMQ's own memory."""
-# Use plain integers: with pyzmq's enums a message takes twice as long.
+"""Raw frames with at least this many bytes are not copied out of ZeroMQ's own memory."""
+# These are plain integers, because a message takes twice as long with pyzmq's enums.
 _LAST: Final = int(zmq.NOBLOCK)
 _MORE: Final = int(zmq.NOBLOCK) | int(zmq.SNDMORE)
 _RCVMORE: Final = int(zmq.RCVMORE)
 _THREADS: Final = 3
-"""Threads that a context and a connection start. ZeroMQ aborts the process when it cannot start a
-thread."""
+"""Number of threads that a context and a connection start. ZeroMQ aborts the process if it cannot
+start a thread."""
 
 
 def key_pair() -> tuple[str, str]:
@@ -57,7 +57,8 @@ def open_socket(
     socket: Socket = context.socket(kind)
     try:
         socket.setsockopt(zmq.LINGER, 0)
-        # The fabric's window limits the pending messages. A high-water mark would drop or block.
+        # The fabric's window limits the pending messages. ZeroMQ's limit would drop messages or
+        # block.
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, max_message_bytes)
@@ -65,8 +66,8 @@ def open_socket(
         if heartbeat_timeout is not None and address.startswith("tcp://"):
             _set_heartbeat(socket, heartbeat_timeout)
     except BaseException:
-        # A socket that is not closed would block the termination of its context for ever. The
-        # caller has no reference to this socket.
+        # An unclosed socket would block the termination of its context for ever, and the caller
+        # gets no reference to this socket.
         socket.close(0)
         raise
     return socket
@@ -77,9 +78,9 @@ def _set_heartbeat(socket: Socket, timeout: float) -> None:
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, milliseconds)
     socket.setsockopt(zmq.HEARTBEAT_IVL, ceil(milliseconds / 4))
     # A heartbeat is sent after all earlier messages. If these fill the kernel's buffer, ZeroMQ
-    # waits for room without a time limit; this sets the kernel's time limit. (HEARTBEAT_TTL is not
-    # needed, because both ends send heartbeats. libzmq 4.3.5 computes it in 16 bits: it is wrong
-    # from 65 s on.)
+    # waits for room without a time limit, so TCP_MAXRT sets a time limit in the kernel.
+    # HEARTBEAT_TTL is not needed, because both ends send heartbeats. It is also wrong from 65 s on,
+    # because libzmq 4.3.5 computes it in 16 bits.
     socket.setsockopt(zmq.TCP_MAXRT, milliseconds)
 
 
@@ -95,10 +96,11 @@ def send_frames(socket: Socket, frames: Sequence[Frame]) -> None:
 
 
 def receive_frames(socket: Socket, plain: int) -> list[Frame]:
-    """Return one message.
+    """Receive and return one message.
 
-    Large raw frames, which follow the first ``plain`` frames, are views of ZeroMQ's own memory. A
-    copy of half a megabyte takes longer than the rest of the processing of the frame.
+    The frames after the first ``plain`` frames are raw frames. Large raw frames are views of
+    ZeroMQ's own memory, because a copy of half a megabyte takes longer than the rest of the
+    processing of the frame.
 
     Raises:
         zmq.Again: no message has arrived.
@@ -118,8 +120,9 @@ def close_socket(socket: Socket, linger: float = 0.0) -> None:
     """Close a socket.
 
     Args:
-        linger: seconds to send the messages that are not sent yet.
+        socket: the socket to close.
+        linger: maximum seconds in which ZeroMQ sends the messages that are not sent yet.
     """
-    # This ends the thread that waits for events, if any.
+    # This ends the thread that waits for events, if there is one.
     socket.disable_monitor()
     socket.close(int(linger * 1000))
