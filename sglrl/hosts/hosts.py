@@ -1,4 +1,4 @@
-"""The other machines of a program: who may connect, and which workers run where."""
+"""The other machines of a program: admit their nodes, and place workers on the machines."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ from .node_link import NodeLink
 logger = logging.getLogger("sglrl.hosts")
 
 _GOODBYE_SECONDS: Final = 2.0
-"""Seconds to wait for the goodbyes of nodes."""
+"""Maximum seconds to wait until all nodes have answered ``Goodbye``."""
 
 
 class HostInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One host.
+    """The current state of one host.
 
     Attributes:
-        name: unique among the hosts of the program.
-        state: "connected", or "away": its connection is broken, and it may return.
-        gpus: entries for ``CUDA_VISIBLE_DEVICES``.
+        name: the name of the host, which is unique in the program.
+        state: "connected", or "away" if the connection is broken and the host may return.
+        gpus: the GPUs of the host, as entries for ``CUDA_VISIBLE_DEVICES``.
         cores: number of CPU cores.
-        python: its version, as in "3.12".
-        limits: which versions differ from those of this program, and what therefore does not work.
+        python: the version of Python on the host, such as "3.12".
+        limits: the versions that differ from this program's, each with what does not work.
     """
 
     name: str
@@ -64,14 +64,14 @@ class HostInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolOnHosts(Protocol):
-    """A pool that has workers on hosts. All its methods run on the event loop."""
+    """A pool that has workers on hosts. Its methods are called on the event loop."""
 
     def on_node(self, link: NodeLink, message: FromNode) -> None:
         """Handle a message of a node about this pool."""
         ...
 
     def on_ended(self, link: NodeLink, reason: str) -> None:
-        """The session of a node has ended, and with it the workers on this host."""
+        """The session of a node has ended, so that the workers on this host are lost."""
         ...
 
 
@@ -82,16 +82,16 @@ class Hosts:
     share the same hosts.
 
     Args:
-        address: where this program listens for nodes: "tcp://HOST:PORT". HOST is an IP address, an
-            interface of this machine, or "0.0.0.0" for all interfaces.
+        address: the address at which this program listens for nodes: "tcp://HOST:PORT". HOST is an
+            IP address, an interface of this machine, or "0.0.0.0" for all interfaces.
         keys: a folder made with ``sglrl keys``.
-        insecure: accept any node, without encryption, instead of ``keys``.
+        insecure: whether to accept any node, without encryption, instead of using ``keys``.
         at_least: number of hosts to wait for before workers are placed. None: all of ``nodes``, or
             one if there are none.
-        nodes: addresses of nodes that wait for a program (``sglrl node --listen``). They are
-            invited, also again after a restart. With keys, they have the pair "node".
-        heartbeat_timeout: seconds without data after which a connection counts as broken: those of
-            nodes and those of workers.
+        nodes: addresses of nodes that wait for a program (``sglrl node --listen``). This program
+            invites them, and again after they restart. With keys, they have the key pair "node".
+        heartbeat_timeout: seconds without data after which a connection to a node or a worker
+            counts as broken. None: never.
 
     Raises:
         UsageError: an argument is wrong.
@@ -129,10 +129,11 @@ class Hosts:
         self._peers: dict[bytes, NodeLink] = {}
         """The nodes by the identity of their latest connection."""
         self._pools: weakref.WeakValueDictionary[int, PoolOnHosts] = weakref.WeakValueDictionary()
-        """A pool that the program never closes must not live as long as this."""
+        """The pools by their numbers. The references are weak, so that a pool that the program
+        never closes can be garbage-collected."""
         self._numbers: Iterator[int] = itertools.count()
         self.refused: dict[str, str] = {}
-        """Why nodes were refused, by their names."""
+        """The reason for which each refused node was refused, by the node's name."""
         self._known_strangers = 0
         self._users = 0
         self._timer: asyncio.TimerHandle | None = None
@@ -140,11 +141,11 @@ class Hosts:
 
     @property
     def address(self) -> str:
-        """Where nodes connect to, once this is open."""
+        """The address to which nodes connect. The port is known when this object is open."""
         return self._address if self._router is None else self._router.outer_address
 
     def reachable(self, config: PoolConfig) -> PoolConfig:
-        """Return the configuration of a pool to which workers on these hosts can connect."""
+        """Return the configuration of a pool, changed so that workers on the hosts can connect."""
         return msgspec.structs.replace(
             config,
             address=f"{self._address.rpartition(':')[0]}:*",
@@ -155,9 +156,9 @@ class Hosts:
 
     @property
     def own_ip(self) -> str:
-        """The IP address of this machine to which nodes connect, or "" if none is known.
+        """The IP address of this machine to which nodes have connected, or "" if there is none.
 
-        A machine may have several networks, and its nodes are in one of them.
+        A machine may be in several networks, and its nodes are in one of them.
         """
         reached = {link.hello.program for link in self._links.values()} - {""}
         loopback_last = sorted(reached, key=lambda ip: (is_loopback(f"tcp://{ip}:0"), ip))
@@ -165,7 +166,7 @@ class Hosts:
 
     @property
     def hosts(self) -> list[HostInfo]:
-        """The hosts, in the order of their arrival."""
+        """The hosts, in the order in which they connected."""
         return [
             HostInfo(
                 name=link.name,
@@ -180,12 +181,12 @@ class Hosts:
 
     @property
     def strangers(self) -> int:
-        """Number of connections with an unknown key, while this is open. Each tries repeatedly."""
+        """Number of connections that had an unknown key. One peer may try many times."""
         return 0 if self._router is None else self._router.refused
 
     @property
     def is_open(self) -> bool:
-        """Whether this listens for nodes."""
+        """Whether this program listens for nodes."""
         return self._router is not None
 
     # --- open and close ---------------------------------------------------------------------------
@@ -198,7 +199,7 @@ class Hosts:
         await self.close()
 
     def open(self) -> None:
-        """Listen for nodes, unless this is open. Each ``open`` needs a ``close``."""
+        """Start to listen for nodes, unless this is open. Each ``open`` needs a ``close``."""
         self._users += 1
         if self._router is not None:
             return
@@ -212,16 +213,16 @@ class Hosts:
         self._router.start(self._on_message)
         self._check()
         if self._nodes:
-            # The address as given, with the port that the system has chosen.
+            # This is the given address, with the port that the system has chosen.
             own = f"{self._address.rpartition(':')[0]}:{self.address.rpartition(':')[2]}"
             self._invitations = Invitations(
                 self._nodes, self._node_keys, own, self.heartbeat_timeout
             )
 
     async def close(self) -> None:
-        """Say goodbye to all nodes, which then kill their workers, when the last user has left.
+        """End the sessions of all nodes, if no user is left. The nodes then kill their workers.
 
-        Nodes that do not answer kill them after their orphan timeout.
+        Nodes that cannot be reached kill their workers after their orphan timeout.
         """
         self._users -= 1
         if self._users or self._router is None:
@@ -239,7 +240,7 @@ class Hosts:
 
     def _shut(self) -> None:
         if self._users or self._router is None:
-            # A pool was opened meanwhile.
+            # A pool was opened in the meantime.
             return
         if self._timer is not None:
             self._timer.cancel()
@@ -252,7 +253,7 @@ class Hosts:
         self._router = None
 
     def add_pool(self, pool: PoolOnHosts) -> int:
-        """Open this for a pool. Return the pool's number in messages."""
+        """Listen for nodes on behalf of a pool. Return the pool's number in messages."""
         self.open()
         number = next(self._numbers)
         self._pools[number] = pool
@@ -272,7 +273,7 @@ class Hosts:
         return self._links.get(name)
 
     def lacking(self) -> str:
-        """Return how many hosts of ``at_least`` are there, in words. Empty if all are."""
+        """Return a text about hosts that have not connected. Empty if ``at_least`` hosts have."""
         if len(self._links) >= self._at_least:
             return ""
         there = ", ".join(self._links) or "none"
@@ -301,7 +302,7 @@ class Hosts:
         return text
 
     def too_few(self, workers: int, gpus: int) -> str:
-        """Return what the hosts offer, in words, when these workers do not fit on them."""
+        """Return a text for workers that do not fit on the hosts, with the offers of all hosts."""
         what = f"{workers} worker{'s' if workers > 1 else ''} with {gpus} GPUs each"
         offers = "; ".join(
             f"{host} has {len(offer.gpus)} GPUs ({len(self.placement.free(host))} free) and "
@@ -311,7 +312,7 @@ class Hosts:
         return f"{what} do not fit: {offers or 'no host is there'}"
 
     def release(self, place: WorkerPlace) -> None:
-        """Give a place back."""
+        """Release a place that a worker no longer needs."""
         self.placement.release(place)
         self._changed()
 
@@ -336,7 +337,7 @@ class Hosts:
                 case NodeHello():
                     self._admit(identity, message)
                 case Numbered() | Acknowledge() if link is not None and link.session.connected:
-                    # After a break, what still arrives on the old connection is sent again.
+                    # Late messages of an old connection are ignored: the node sends them again.
                     if link.session.receive(message):
                         of_pool = decode_from_node(frames[1])
                         pool = self._pools.get(of_pool.pool)
@@ -346,7 +347,7 @@ class Hosts:
                     link.say_goodbye()
                     self._end(link, "its node ended" if self._users else "the hosts were closed")
         except MessageMissing as error:
-            # The node, which notices a break at once, is about to connect again.
+            # The node has noticed the broken connection at once, and will soon connect again.
             assert link is not None
             logger.warning("the connection to host %s has lost a message: %s", link.name, error)
             link.lose(self._given_up)
@@ -390,16 +391,16 @@ class Hosts:
         self._changed()
 
     def _end_earlier_session(self, hello: NodeHello) -> None:
-        """End the session that this node had before it gave up, or was started again."""
+        """End the earlier session of a node that has begun a new one, or was started again."""
         similar = [link for link in self._links.values() if _is_similar(link.hello, hello)]
         for link in similar:
             if link.hello.process == hello.process:
                 self._end(link, "its node has begun a new session")
                 return
-        # Of several nodes with the same name on one machine, it is not known which one it was.
+        # Several similar nodes on one machine cannot be told apart.
         if len(similar) == 1:
             (link,) = similar
-            # It may have died since the last check, or while this program was stopped.
+            # The earlier node may have died since the last check or while this program was stopped.
             self._check_link(link)
             if not link.session.connected:
                 self._end(link, "its node was started again")
@@ -459,7 +460,7 @@ def _node_addresses(nodes: Sequence[str]) -> tuple[str, ...]:
 
 
 def _is_similar(one: NodeHello, other: NodeHello) -> bool:
-    """Return whether they may be the same node at different times."""
+    """Return True if two messages may come from the same node at different times."""
     return (one.name, one.boot, one.gpus) == (other.name, other.boot, other.gpus)
 
 
@@ -468,7 +469,7 @@ def _limits(hello: NodeHello) -> list[str]:
 
 
 def refusal(hello: NodeHello) -> str:
-    """Return why a node cannot be used, or an empty string."""
+    """Return the reason why a node cannot be used, or an empty string."""
     differences = []
     if hello.environment.sglrl != __version__:
         differences.append(f"sglrl {hello.environment.sglrl}, here {__version__}")

@@ -28,14 +28,14 @@ from .node_link import NodeLink
 
 
 class HostLauncher:
-    """Starts processes on hosts (``driver.launcher.Launcher``).
+    """Starts the processes of one pool on hosts (``driver.launcher.Launcher``).
 
     Args:
         hosts: the hosts, which other pools may use too.
         kind: "plain" for actors and the fake engine, "sglang" for SGLang.
-        device: "cpu", "cuda", or "auto": "cuda" if a host has GPUs.
-        timeout: seconds to wait for hosts and for their fork servers.
-        env: variables of the workers, which fork servers read when they import SGLang.
+        device: "cpu", "cuda", or "auto", which means "cuda" if a host has GPUs.
+        timeout: maximum seconds to wait for hosts and for their fork servers.
+        env: environment variables of the workers. Fork servers use them when they import SGLang.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class HostLauncher:
         self._on_forked: Callable[[int, int], None]
         self._on_exited: Callable[[int, int], None]
         self._places: dict[int, WorkerPlace] = {}
-        """Where each worker runs, or ran last."""
+        """The current or last place of each worker, by its index."""
         self._running: dict[int, NodeLink] = {}
-        """The node of every process that has not exited, by the key of the process."""
+        """The node of each process that has not exited, by the key of the process."""
         self._opened: dict[NodeLink, asyncio.Future[PoolOpened]] = {}
         self._logs: dict[int, Path] = {}
         self.lost = ""
@@ -94,9 +94,9 @@ class HostLauncher:
         return self._folder
 
     async def prepare(self, launch_specs: Mapping[int, LaunchSpec]) -> None:
-        """Find a place for each worker, and make its host's fork server import what it needs.
+        """Find a place for each worker, and wait until the fork server on its host is warm.
 
-        A worker keeps its place while its host is there.
+        A worker keeps its place until the session of its host ends.
 
         Raises:
             WorkerStartError: there are too few hosts or GPUs, or a host cannot start workers.
@@ -119,7 +119,8 @@ class HostLauncher:
         for index in launch_specs:
             place = self._places.get(index)
             if place is not None and not self._hosts.placement.holds(place):
-                # Its host has left. It may have returned, but others may have this place now.
+                # The session of the host has ended. Even if the host has returned since, another
+                # worker may have the place.
                 del self._places[index]
         missing = [index for index in launch_specs if index not in self._places]
         if missing and device == "cpu" and len(launch_specs[missing[0]].bodies) > 1:
@@ -180,9 +181,9 @@ class HostLauncher:
         return encode(Fork(key=key, spec=spec, env=env, log="", cwd="", sys_path=None))
 
     def _check_python(self, host: str) -> None:
-        """Raise ``UsageError`` if a class cannot travel by value to a host.
+        """Raise ``UsageError`` if a class cannot be sent by value to a host.
 
-        The compiled code of a function fits only one minor version of Python.
+        The compiled code of a function works only in one minor version of Python.
         """
         link = self._hosts.link(host)
         ours = environment().python
@@ -206,7 +207,7 @@ class HostLauncher:
             link.session.send(ToPool(self._pool, message))
 
     def release(self, index: int) -> None:
-        """Give the place of a worker back, which is not replaced any more."""
+        """Release the place of a worker that will not be replaced."""
         place = self._places.pop(index, None)
         if place is not None:
             self._hosts.release(place)
@@ -244,7 +245,7 @@ class HostLauncher:
                 del self._running[key]
                 self._on_exited(key, status)
             case Output(key=key, text=text) if key in self._logs:
-                # Without room for the log, the worker is not worse off.
+                # If there is no room for the log, the worker still runs.
                 with (
                     contextlib.suppress(OSError),
                     self._logs[key].open("a", encoding="utf-8") as file,
@@ -255,7 +256,7 @@ class HostLauncher:
         opened = self._opened.pop(link, None)
         if opened is not None and not opened.done():
             opened.set_result(PoolOpened(self._pool, reason))
-        # ``on_exited`` reads it.
+        # ``on_exited`` reads this reason.
         self.lost = reason
         for key in [key for key, other in self._running.items() if other is link]:
             del self._running[key]

@@ -1,7 +1,7 @@
-"""Nodes that wait for programs: ``sglrl node --listen``, and the program's end.
+"""Nodes that wait for programs (``sglrl node --listen``), and the invitations of a program.
 
-A program invites such a node: it names the address where it listens. The node then connects to it
-like any other node, and waits for the next invitation when the session has ended.
+A program connects to such a node and sends the address at which it listens. The node then connects
+to the program like any other node. When the session has ended, the node waits for an invitation.
 """
 
 from __future__ import annotations
@@ -28,16 +28,18 @@ from .node import Node, NodeSettings, Refused
 logger = logging.getLogger("sglrl.node")
 
 _AGAIN_SECONDS: Final = 5.0
-"""Seconds until a node that was busy is invited again."""
+"""Seconds until a node that was busy or not reachable is invited again."""
 
 
 class ListeningNode:
-    """Serves the programs that invite it, one after the other.
+    """A node that serves the programs that invite it, one after the other.
 
     Args:
-        address: where it listens.
-        keys: its secret key and the public keys of programs; None: it is not encrypted.
-        settings: the settings of the node. The invitation replaces its address.
+        address: the address at which this node listens for invitations.
+        keys: the secret key of this node and the public keys of programs. None: connections are not
+            encrypted.
+        settings: the settings of the node. Each invitation replaces ``address`` in them.
+        environment: the versions of this Python and its packages.
     """
 
     def __init__(
@@ -51,9 +53,9 @@ class ListeningNode:
         self._environment = environment
         self._node: Node | None = None
         self._serving = ""
-        """The address of the program that this node serves."""
+        """The address of the program that this node serves now."""
         self._again = False
-        """This program has invited the node again: it does not have it any more."""
+        """Whether this program has invited the node again, because the program lost the session."""
         self._invited: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._router = ZmqRouter(
             address,
@@ -65,7 +67,7 @@ class ListeningNode:
         self.address = address
 
     async def run(self) -> None:
-        """Serve until ``stop``."""
+        """Serve programs until ``stop``."""
         self._router.start(self._on_message)
         logger.info("waiting for a program at %s", self.address)
         try:
@@ -85,7 +87,7 @@ class ListeningNode:
             self._router.close()
 
     def stop(self) -> None:
-        """End, and tell the program."""
+        """End ``run``. If there is a session, first end it with ``Goodbye``."""
         if self._node is not None:
             self._node.stop()
         if self._invited.done():
@@ -101,7 +103,7 @@ class ListeningNode:
         if not isinstance(message, Invite):
             return
         if message.address == self._serving:
-            # A program invites all its nodes whenever it has lost one of them.
+            # A program invites all its nodes again when it has lost one of them.
             self._again = self._node is not None and not self._node.connected
         elif self._invited.done():
             reason = f"it serves another program, at {self._serving or self._invited.result()}"
@@ -112,12 +114,13 @@ class ListeningNode:
 
 
 class Invitations:
-    """Invites nodes that wait for programs, again whenever they have restarted.
+    """Invites nodes that wait for programs, and invites them again after they restart.
 
     Args:
-        nodes: their addresses.
-        keys: the keys of the connections to the nodes.
-        own: where this program listens for nodes.
+        nodes: the addresses of the nodes.
+        keys: the keys of the connections to the nodes. None: they are not encrypted.
+        own: the address at which this program listens for nodes.
+        heartbeat_timeout: see ``Hosts``.
     """
 
     def __init__(
@@ -130,7 +133,7 @@ class Invitations:
         self._guests = [_Guest(node, keys, own, heartbeat_timeout) for node in nodes]
 
     def send(self) -> None:
-        """Invite all nodes. Those that this program has already ignore it."""
+        """Invite all nodes. A node that has a session with this program ignores the invitation."""
         for guest in self._guests:
             guest.invite()
 

@@ -1,4 +1,4 @@
-"""The daemon of another machine: ``sglrl node ADDRESS``."""
+"""The daemon that starts workers on its machine for a remote driver: ``sglrl node ADDRESS``."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ from .node_pool import NodePool
 logger = logging.getLogger("sglrl.node")
 
 _GOODBYE_SECONDS: Final = 2.0
-"""Seconds to wait for the driver's goodbye."""
+"""Maximum seconds to wait until the driver answers ``Goodbye``."""
 _LINGER_SECONDS: Final = 0.2
-"""Seconds to send the last message."""
+"""Seconds in which the last message is sent before the connection is closed."""
 _BACK_OFF: Final = (0.0, 0.2, 0.5, 1.0, 2.0)
 """Seconds before each new connection, while the driver does not admit this node."""
 _PATIENCE: Final = 10.0
-"""Seconds without an answer after which the log says so."""
+"""Seconds without an answer after which a warning is logged."""
 
 
 _PROCESS: Final = secrets.token_hex(8)
-"""With the process id, it identifies this process among all that had the same id."""
+"""A random text. Together with the process id, it identifies this process uniquely."""
 
 
 class Refused(SglrlError):
@@ -58,14 +58,17 @@ class Refused(SglrlError):
 
 
 class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node offers, and to whom.
+    """The resources that a node offers, and its connection to the driver.
 
     Attributes:
-        address: where the driver listens.
-        keys: None if connections are not encrypted.
-        gpus: entries for ``CUDA_VISIBLE_DEVICES``.
+        address: the address at which the driver listens.
+        keys: the keys of the connection. None: it is not encrypted.
+        name: the name of this host in messages.
+        gpus: the GPUs of this host, as entries for ``CUDA_VISIBLE_DEVICES``.
+        cores: number of CPU cores of this host.
         orphan_timeout: seconds without a connection to the driver after which all workers are
             killed.
+        heartbeat_timeout: seconds without data after which the connection counts as broken.
     """
 
     address: str
@@ -78,13 +81,15 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Node:
-    """Starts workers on this machine for a driver elsewhere.
+    """Starts workers on this machine for a driver on another machine.
 
-    It opens a connection with a new identity after every break, so no message of an old connection
-    can be taken for one of the new.
+    After every break, the node connects with a new identity. A message of an old connection can
+    therefore not be mistaken for a message of the new connection.
 
     Args:
-        once: end when a session ends, or when the driver does not answer.
+        settings: the settings of the node.
+        environment: the versions of this Python and its packages.
+        once: whether ``run`` returns when a session ends, or when the driver does not answer.
     """
 
     def __init__(
@@ -100,12 +105,12 @@ class Node:
         self._impatient: asyncio.TimerHandle | None = None
         self._retry: asyncio.TimerHandle | None = None
         self._breaks = 0
-        """Connections that broke since the driver has admitted this node."""
+        """Number of connections that broke since the driver last admitted this node."""
         self._stopping = False
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def run(self) -> None:
-        """Serve until ``stop``.
+        """Serve the driver until ``stop``.
 
         Raises:
             Refused: the driver cannot use this node.
@@ -123,11 +128,11 @@ class Node:
 
     @property
     def connected(self) -> bool:
-        """Whether a session goes on, on a connection that is not known to be broken."""
+        """Whether there is a session, and its connection is not known to be broken."""
         return self._session is not None and self._session.connected
 
     def stop(self) -> None:
-        """End, and tell the driver. Wait for its answer for a moment only."""
+        """Send ``Goodbye`` to the driver, wait for its answer for a short time, and end ``run``."""
         self._stopping = True
         if self._session is None or not self._session.connected:
             self._end()
@@ -136,7 +141,7 @@ class Node:
         asyncio.get_running_loop().call_later(_GOODBYE_SECONDS, self._end)
 
     def _fail(self, error: BaseException) -> None:
-        """End with an error that nothing expects. The driver replaces the workers."""
+        """End ``run`` with an unexpected error. The driver then replaces the workers."""
         if not self._ended.done():
             self._ended.set_exception(error)
 
@@ -147,7 +152,7 @@ class Node:
     # --- the connection ---------------------------------------------------------------------------
 
     def _connect(self) -> None:
-        """Open a new connection and say hello. ZeroMQ tries until the driver listens."""
+        """Open a new connection and send ``NodeHello``. ZeroMQ tries until the driver listens."""
         self._disconnect()
         loop = asyncio.get_running_loop()
 
@@ -229,7 +234,7 @@ class Node:
         if self._once:
             self._end()
             return
-        # The hello that waits for a connection names the ended session.
+        # The waiting ``NodeHello`` has the id of the ended session, so send a new one.
         self._connect()
 
     def _send(self, frames: list[bytes]) -> None:
@@ -262,11 +267,11 @@ class Node:
                         self._send([encode(Goodbye())])
                         self._end_session()
                         if self._once:
-                            # The driver waits for the answer.
+                            # The driver waits for this answer, so send it before the end.
                             loop = asyncio.get_running_loop()
                             loop.call_later(_LINGER_SECONDS, self._end)
                 case Numbered() | Acknowledge() if self._session and self._session.connected:
-                    # After a break, what still arrives on the old connection is sent again.
+                    # Late messages of an old connection are ignored: the driver sends them again.
                     if self._session.receive(message):
                         self._handle(decode_to_node(frames[1]))
         except MessageMissing as error:
@@ -321,14 +326,14 @@ class Node:
     def _outer_address(self, address: str) -> str:
         """Return the address at which this machine reaches a socket of the driver.
 
-        It is the host that this node connects to, and the port of the socket.
+        The host is the host to which this node connects. The port is the port of the socket.
         """
         host = self._settings.address.rpartition(":")[0]
         return f"{host}:{address.rpartition(':')[2]}"
 
 
 def _boot() -> str:
-    """Return what identifies this machine and its start (Linux's random.4), or ""."""
+    """Return the id of this machine's last boot (see random(4) of Linux), or "" if unknown."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     return ""
@@ -338,7 +343,7 @@ def say_hello(address: str, keys: ClientKeys | None, seconds: float) -> Admit | 
     """Ask a program whether it would use a node of this environment.
 
     Raises:
-        Closed: there is no answer. The text says why.
+        Closed: there is no answer. The message has the reason.
     """
     hello = NodeHello(
         protocol=PROTOCOL_VERSION,
@@ -356,7 +361,7 @@ def say_hello(address: str, keys: ClientKeys | None, seconds: float) -> Admit | 
 
 
 class _PoolTask:
-    """Runs the orders for one pool one after the other."""
+    """Executes the driver's messages for one pool, one after the other."""
 
     def __init__(self, pool: NodePool, fail: Callable[[BaseException], None]) -> None:
         self.pool = pool

@@ -1,4 +1,4 @@
-"""The driver's end of one node."""
+"""The driver's end of the session with one node."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class NodeLink:
     """One node and its session.
 
     Attributes:
-        name: unique among the hosts.
-        session: outlives broken connections.
+        name: the name of the host, which is unique in the program.
+        hello: the first message of the node.
+        session: the session with the node, which survives broken connections.
     """
 
     def __init__(self, name: str, hello: NodeHello, session: str, router: ZmqRouter) -> None:
@@ -35,7 +36,7 @@ class NodeLink:
         return Offer(gpus=self.hello.gpus, cores=self.hello.cores)
 
     def admit(self, identity: bytes, received: int) -> None:
-        """Go on with the session on a new connection."""
+        """Continue the session on a new connection."""
         self._identity = identity
         if self._end is not None:
             self._end.cancel()
@@ -44,11 +45,11 @@ class NodeLink:
         self.session.connect(received)
 
     def check(self, end: Callable[[NodeLink], None]) -> None:
-        """Acknowledge messages, and notice a broken connection.
+        """Acknowledge messages, which also detects a broken connection.
 
         Args:
-            end: ``end(link)`` is called if no new connection is made within the time that the node
-                keeps its processes.
+            end: ``end(link)`` is called if the node does not connect again before it kills its
+                workers.
         """
         if not self.session.connected:
             return
@@ -58,13 +59,13 @@ class NodeLink:
             self.lose(end)
 
     def lose(self, end: Callable[[NodeLink], None]) -> None:
-        """The connection is broken. See ``check``."""
+        """Record that the connection is broken. ``check`` describes ``end``."""
         self.session.disconnect()
         loop = asyncio.get_running_loop()
         self._end = loop.call_later(self.hello.orphan_timeout, end, self)
 
     def say_goodbye(self) -> None:
-        """Ask the node to kill its workers. It answers ``Goodbye``."""
+        """Ask the node to end the session and kill its workers. The node answers ``Goodbye``."""
         if self.session.connected:
             self._send([encode(Goodbye())])
 

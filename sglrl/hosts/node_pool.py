@@ -22,13 +22,13 @@ from ..wire.nodes import FromNode, FromPool, Output, PoolOpened
 from ..wire.processes import Dump, EngineSpec, Exited, Fork, Forked, Kill
 
 _START_SECONDS: Final = 600.0
-"""Seconds for the fork server to import its modules."""
+"""Maximum seconds in which the fork server imports its modules."""
 _TINY_SECONDS: Final = 120.0
-"""Seconds for a host to make the model "tiny"."""
+"""Maximum seconds in which a host makes the model "tiny"."""
 _STACKS_SECONDS: Final = 0.5
-"""Seconds for a worker to write its stacks."""
+"""Seconds in which a worker writes its stacks."""
 _MAX_OUTPUT: Final = 32_768
-"""Maximum number of bytes of a worker's output that are sent at a time."""
+"""Maximum number of bytes of a worker's output in one message."""
 
 
 class NodePool:
@@ -36,10 +36,11 @@ class NodePool:
 
     Args:
         number: the number of the pool in messages.
-        env: the workers' environment variables, in addition to this process's.
+        preload: the kind of fork server, see ``driver.fork_server.fork_server``.
+        env: the environment variables of the workers, in addition to this process's variables.
         report: sends a message to the driver.
-        outer_address: ``outer_address(address)`` is the address at which this machine reaches the
-            pool's socket.
+        outer_address: ``outer_address(address)`` returns the address at which this machine reaches
+            the socket of the pool.
     """
 
     def __init__(
@@ -60,7 +61,7 @@ class NodePool:
         self._connection: ForkConnection | None = None
         self._running: set[int] = set()
         self._sent: dict[int, int] = {}
-        """Bytes of each worker's log that were sent."""
+        """Number of bytes of each process's log that were sent, by the key of the process."""
 
     async def open(self) -> None:
         """Connect to the fork server and report ``PoolOpened``."""
@@ -86,7 +87,7 @@ class NodePool:
         )
 
     async def handle(self, message: Fork | Kill | Dump) -> None:
-        """Handle a message for the fork server. Reconnect first, if it was lost."""
+        """Send a message to the fork server. ``Fork`` first reconnects to a lost fork server."""
         match message:
             case Fork():
                 await self._fork(message)
@@ -135,7 +136,7 @@ class NodePool:
         self._connection.fork(request.key, encode(request))
 
     def _refuse(self, key: int, why: str) -> None:
-        """Report that a worker could not be started."""
+        """Report that a process could not be started."""
         self._running.discard(key)
         self._report(Output(self._number, key, f"{why}\n"))
         self._report(FromPool(self._number, Exited(key, 1)))
@@ -145,7 +146,7 @@ class NodePool:
         return self._folder / f"{key}.log"
 
     def _report_output(self, key: int) -> None:
-        """Send what a worker has written since the last time, or the end of it."""
+        """Send the output of a process since the last report. Of long output, send only the end."""
         if self._folder is None or key not in self._sent:
             return
         with contextlib.suppress(OSError), self._log(key).open("rb") as file:
@@ -178,10 +179,10 @@ class NodePool:
 
 
 async def _tiny_model() -> str:
-    """Return the folder of the model "tiny". Another process makes it the first time.
+    """Return the folder of the model "tiny". If the host lacks it, another process makes it.
 
     Raises:
-        WorkerStartError: this host cannot make it.
+        WorkerStartError: this host cannot make the model.
     """
     made = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -208,5 +209,5 @@ async def _tiny_model() -> str:
 
 
 def _is_missing(body: EngineSpec) -> bool:
-    """Return whether the model is a folder that this host does not have."""
+    """Return True if the model is the path of a folder that this host does not have."""
     return body.engine != "fake" and os.path.isabs(body.model) and not Path(body.model).exists()

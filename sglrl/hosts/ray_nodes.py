@@ -1,4 +1,4 @@
-"""Start nodes as actors of Ray: one on each machine of the cluster.
+"""Start nodes as actors of Ray, one on each machine of the cluster.
 
 A placement group of strategy STRICT_SPREAD reserves all GPUs and one CPU of each machine. When a
 machine is lost, Ray starts its actor again on another machine that has room.
@@ -25,7 +25,7 @@ _ORPHAN_TIMEOUT: Final = 30.0
 
 
 class RayNodes:
-    """One node on each machine of the cluster (``hosts.started.NodeStarter``)."""
+    """Starts a node on each machine of the cluster (``hosts.started.NodeStarter``)."""
 
     name = "Ray"
 
@@ -46,7 +46,7 @@ class RayNodes:
 
         if not ray.is_initialized():
             try:
-                # On this thread: Ray sets signal handlers.
+                # This runs on the thread of the event loop, because Ray sets signal handlers.
                 ray.init(address="auto", log_to_driver=False)
             except ConnectionError:
                 raise SglrlError(
@@ -72,7 +72,7 @@ class RayNodes:
             body = msgspec.json.encode(keys)
             runs = [asyncio.wrap_future(a.run.remote(address, body).future()) for a in actors]
             for run in runs:
-                # Otherwise asyncio logs the end of each actor that is killed below.
+                # Read each exception, or asyncio logs the end of each actor that is killed below.
                 run.add_done_callback(lambda run: run.cancelled() or run.exception())
             done, _ = await asyncio.wait(runs, return_when=asyncio.FIRST_COMPLETED)
             return f"a node ended: {done.pop().exception()}"
@@ -83,7 +83,7 @@ class RayNodes:
 
 
 def _bundles() -> list[dict[str, float]]:
-    """Return what to reserve on each machine."""
+    """Return the resources to reserve on each machine."""
     import ray
 
     bundles: list[dict[str, float]] = []
@@ -95,13 +95,13 @@ def _bundles() -> list[dict[str, float]]:
 
 
 class _RayNode:
-    """The actor."""
+    """The actor of Ray that runs a node."""
 
     async def run(self, address: str, keys: bytes) -> None:
-        """Serve until the actor is killed."""
+        """Serve the driver until the actor is killed."""
         import ray
 
-        # Ray sets this to the GPUs that it has given to the actor.
+        # Ray sets this variable to the GPUs that it has reserved for the actor.
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
         gpus = visible.split(",") if ray.get_gpu_ids() else []
         settings = NodeSettings(

@@ -1,4 +1,4 @@
-"""Start nodes with ``srun``, inside an allocation of Slurm."""
+"""Start nodes with ``srun``, one on each machine of a Slurm allocation."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from ..wire.processes import ClientKeys
 logger = logging.getLogger("sglrl.hosts")
 
 _END_SECONDS: Final = 10.0
-"""Seconds for ``srun`` to end its tasks."""
+"""Maximum seconds in which ``srun`` ends its tasks."""
 _LAST_LINES: Final = 10
-"""Lines of output in an error."""
+"""Maximum lines of srun's output in an error."""
 
 
 class SlurmNodes:
-    """One node on each machine of the allocation (``hosts.started.NodeStarter``)."""
+    """Starts a node on each machine of the allocation (``hosts.started.NodeStarter``)."""
 
     name = "Slurm"
 
@@ -40,7 +40,7 @@ class SlurmNodes:
             raise UsageError("hosts='slurm' needs the command srun, which is not in PATH")
 
     def own_host(self) -> str:
-        # The machines of a cluster know each other by name. Often they have no default route.
+        # The machines of a cluster can resolve each other's names, but may have no default route.
         name = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
         try:
             ip = socket.gethostbyname(name)
@@ -57,14 +57,14 @@ class SlurmNodes:
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.DEVNULL,
             stderr=asyncio.subprocess.PIPE,
-            # Ctrl-C ends this program, which then ends the nodes.
+            # Ctrl-C must not reach ``srun``. This program handles it, and then ends the nodes.
             start_new_session=True,
         )
         assert process.stdin is not None
         assert process.stderr is not None
         last: deque[str] = deque(maxlen=_LAST_LINES)
         try:
-            # Neither a command line nor a file: others could read them.
+            # Other users could read keys in a command line or in a shared file.
             process.stdin.write(msgspec.json.encode(keys) + b"\n")
             process.stdin.close()
             async for line in process.stderr:
@@ -87,11 +87,11 @@ def command(count: int, address: str) -> list[str]:
         f"--nodes={count}",
         f"--ntasks={count}",
         "--ntasks-per-node=1",
-        # Use all that the allocation has on each machine, also while other steps run.
+        # Use all resources of the allocation on each machine, even while other steps run.
         "--overlap",
         "--mem=0",
         "--cpu-bind=none",
-        # The other nodes go on when one ends.
+        # When one node ends, the other nodes keep running.
         "--kill-on-bad-exit=0",
         "--wait=0",
         "--label",

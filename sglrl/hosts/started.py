@@ -20,7 +20,7 @@ from .slurm_nodes import SlurmNodes
 logger = logging.getLogger("sglrl.hosts")
 
 _END_SECONDS: Final = 15.0
-"""Seconds for the nodes to end when the hosts are closed."""
+"""Maximum seconds in which the nodes end when the hosts are closed."""
 
 
 class NodeStarter(Protocol):
@@ -39,29 +39,30 @@ class NodeStarter(Protocol):
     def own_host(self) -> str:
         """Return the IPv4 address at which the nodes reach this machine.
 
-        "0.0.0.0" if the system does not know: the driver then guesses it from its routes.
+        If the system does not know it, return "0.0.0.0". The driver then guesses the address from
+        its routes.
         """
         ...
 
     async def run(self, address: str, keys: ClientKeys, expect: Callable[[int], None]) -> str:
-        """Start the nodes, and end them when this is cancelled.
+        """Start the nodes, and end them when this coroutine is cancelled.
 
         Args:
-            address: where the nodes connect to.
+            address: the address to which the nodes connect.
             keys: the keys of the nodes.
-            expect: called with the number of nodes, once it is known.
+            expect: is called with the number of nodes when it is known.
 
         Returns:
-            Why the nodes have ended, if they end by themselves.
+            The reason why the nodes have ended, if they end by themselves.
 
         Raises:
-            SglrlError: they cannot be started.
+            SglrlError: the nodes cannot be started.
         """
         ...
 
 
 class StartedHosts(Hosts):
-    """The hosts of a cluster. Their nodes run while a pool uses them."""
+    """The hosts of a cluster. Their nodes run only while a pool uses the hosts."""
 
     def __init__(self, starter: NodeStarter) -> None:
         folder = make_folder("keys-")
@@ -88,7 +89,7 @@ class StartedHosts(Hosts):
             await asyncio.wait([task], timeout=_END_SECONDS)
 
     def lacking(self) -> str:
-        """Return how many hosts are not there yet, in words. Empty if all are.
+        """Return a text about hosts that have not connected yet. Empty if all have connected.
 
         Raises:
             WorkerStartError: the nodes could not be started, or have ended.
@@ -109,7 +110,7 @@ class StartedHosts(Hosts):
         except SglrlError as error:
             why = error.message
         except Exception as error:
-            # Ray and the system have errors of their own. ``lacking`` raises this one.
+            # Ray and the system raise errors of other types. ``lacking`` reports them.
             logger.exception("the nodes could not be started")
             why = f"{type(error).__name__}: {error}"
         self._failure = why
@@ -122,11 +123,11 @@ class StartedHosts(Hosts):
 
 _STARTERS: Final[dict[str, type[NodeStarter]]] = {"ray": RayNodes, "slurm": SlurmNodes}
 _started: Final[dict[str, StartedHosts]] = {}
-"""One for each name: all pools of a program share the machines."""
+"""The hosts for each name. All pools of a program share them."""
 
 
 def hosts_from(hosts: object) -> Hosts | None:
-    """Return the hosts that the argument ``hosts`` of ``launch`` and ``spawn`` names.
+    """Return the hosts for the argument ``hosts`` of ``launch`` and ``spawn``.
 
     Raises:
         UsageError: ``hosts`` is not valid, or this program cannot use Ray or Slurm.
