@@ -11,8 +11,8 @@
     async with sglrl.spawn(Judge, "be strict", replicas=8) as judges:
         reward = await judges.score("2+2=", "4")
 
-An endpoint is an async method, or an async generator for a stream. Its annotations are its schema:
-arguments are checked before they are sent.
+An endpoint is an async method, or an async generator for a stream. Its annotations are its schema,
+against which arguments are checked before they are sent.
 """
 
 from __future__ import annotations
@@ -47,17 +47,17 @@ _RESERVED = {
 class Actor:
     """Base class of all classes that run in a worker.
 
-    ``__init__`` runs in the worker, with arguments typed by its annotations. Override ``open`` to
+    ``__init__`` runs in the worker, with arguments that match its annotations. Override ``open`` to
     await something before the first call, and ``close`` to release resources. Both run in the same
     task. ``close`` runs when the worker is asked to shut down, but not when the worker is killed.
-    (An endpoint may have the name ``open``; then nothing is awaited before the first call.)
+    (If an endpoint has the name ``open``, it is an ordinary endpoint, and does not run at start.)
     """
 
     async def open(self) -> None:
-        """Prepare for calls. Runs once, before the first call. If it raises, the start fails."""
+        """Prepare for the first call. This runs once. If it raises, the start fails."""
 
     async def close(self) -> None:
-        """Release resources. Runs once, before the worker process exits in good order."""
+        """Release resources. This runs once, before an orderly exit of the worker process."""
 
 
 @overload
@@ -71,13 +71,14 @@ def endpoint(
 ) -> Any:
     """Declare a method callable from other processes.
 
-    The method must not have a parameter ``timeout``: this keyword sets the timeout of a call.
+    The method must not have a parameter ``timeout``, because callers set the timeout of a call with
+    this keyword.
 
     Args:
-        idempotent: running the method twice is harmless. A call that lost its worker is then
-            repeated on another worker instead of failing with ``WorkerLost``.
-        timeout: seconds that a call may take from submission, unless the caller passes a
-            ``timeout``.
+        idempotent: whether it is harmless to run the method twice. If so, a call that loses its
+            worker is repeated on another worker instead of failing with ``WorkerLost``.
+        timeout: maximum seconds of a call from its submission, unless the caller passes
+            ``timeout``. None: no limit.
 
     Raises:
         UsageError: the function is neither ``async def`` nor an async generator.
@@ -97,7 +98,7 @@ def endpoint(
 
 
 class EndpointSpec:
-    """One endpoint of one actor class: its schema and policy."""
+    """One endpoint of one actor class: its schema and its options."""
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name = name
@@ -134,9 +135,10 @@ _endpoints: WeakKeyDictionary[type[Any], dict[str, EndpointSpec]] = WeakKeyDicti
 
 
 def endpoints_of(cls: type[Any]) -> dict[str, EndpointSpec]:
-    """Return the declared endpoints of a class by name. An override must be declared again.
+    """Return the declared endpoints of a class by name.
 
-    The class is an actor, or a protocol of endpoints that something else serves.
+    A method that overrides an endpoint must be declared again. The class is an actor, or a protocol
+    that lists endpoints.
     """
     cached = _endpoints.get(cls)
     if cached is not None:
@@ -165,7 +167,7 @@ def deadline_from(timeout: float | None) -> float | None:
     """Return the time on the driver's clock at which a timeout in seconds expires.
 
     Raises:
-        UsageError: the timeout is not a number, or is less than zero.
+        UsageError: the timeout is not a number, or is negative.
         DeadlineExceeded: the timeout is zero, so there is no time to send the call.
     """
     check_timeout(timeout)
@@ -176,5 +178,5 @@ def deadline_from(timeout: float | None) -> float | None:
             f"the deadline had passed before the call was sent (timeout={timeout}); give it more "
             "than 0 seconds, or None for no limit"
         )
-    # Do not add in the precision of a numpy number: the value of the clock may be large.
+    # A numpy number may have too little precision to be added to the large value of the clock.
     return now() + float(timeout)

@@ -1,10 +1,10 @@
 """Pickle classes that a worker cannot import.
 
-These are an actor of the user's script, and the types that its endpoints take and return.
-cloudpickle does most of the work. This module adds the handling of msgspec's structs.
+Examples are an actor in the user's script, and the types that its endpoints take and return.
+cloudpickle does most of the work. This module adds support for msgspec's structs.
 
-The bytes are only for the private socket between a driver and its own fork server, and for nodes,
-which admit only their driver.
+The pickled bytes are only sent over the private socket between a driver and its own fork server,
+and to nodes, which accept them only from their driver.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ def by_value(cls: type, uninstalled: Mapping[str, ModuleType] = MappingProxyType
     """Return the pickled class, for ``cloudpickle.loads``.
 
     Args:
-        uninstalled: modules that the process that loads it cannot import, by their names. Their
-            classes and functions travel by value, too.
+        cls: the class to pickle.
+        uninstalled: modules that the loading process cannot import, by name. Their classes and
+            functions are pickled by value, too.
     """
     with io.BytesIO() as file, contextlib.ExitStack() as stack:
         registered = cloudpickle.list_registry_pickle_by_value()
         for name, module in uninstalled.items():
-            # A module may be loaded under other names, too. cloudpickle knows it by its own.
+            # A module may also be loaded under other names. cloudpickle uses its ``__name__``.
             if name == module.__name__ and name not in registered:
                 cloudpickle.register_pickle_by_value(module)
                 stack.callback(cloudpickle.unregister_pickle_by_value, module)
@@ -63,9 +64,9 @@ def by_value(cls: type, uninstalled: Mapping[str, ModuleType] = MappingProxyType
 
 
 def uninstalled_modules() -> dict[str, ModuleType]:
-    """Return the loaded modules that belong to no installed package: those of the user's program.
+    """Return the loaded modules of the user's program, which belong to no installed package.
 
-    They are the modules outside of the folders for packages and of Python's own library.
+    These are the modules outside of the folders of packages and of Python's own library.
     """
     folders = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders |= {*site.getsitepackages(), site.getusersitepackages()}
@@ -101,17 +102,17 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, CodeType):
-            # cloudpickle 3.1.3 drops the file name of code: tracebacks would name no file.
+            # cloudpickle 3.1.3 drops the file name of code, which tracebacks need.
             make, arguments, *_ = self.dispatch_table[CodeType](obj)
             written = obj.co_filename
             if not written.startswith("<"):
-                # The worker runs in another folder.
+                # Make the path absolute, because the worker runs in another folder.
                 written = os.path.abspath(written)
             return _code, (make, arguments, written)
         if not isinstance(obj, type) or importable_as(obj, self.uninstalled):
             return super().reducer_override(obj)
         if _KNOWN in vars(obj):
-            # The cache cannot be pickled. msgspec computes it again.
+            # msgspec's cache cannot be pickled. msgspec computes it again when needed.
             delattr(obj, _KNOWN)
         if isinstance(obj, type(msgspec.Struct)):
             return _struct(obj)
@@ -122,14 +123,14 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 def _resolve(annotated: Any) -> None:
-    """Replace text annotations by types: the worker cannot resolve the names in the text."""
+    """Replace text annotations by types, because the worker cannot resolve names in a text."""
     if isinstance(annotated, FunctionType):
         own = annotated.__annotations__
     else:
         own = vars(annotated).get("__annotations__", {})
     if any(isinstance(hint, str) for hint in own.values()):
-        # An annotation that cannot be resolved does not belong to an endpoint: endpoints with such
-        # annotations were rejected before.
+        # An annotation that cannot be resolved does not belong to an endpoint, because endpoints
+        # with such annotations are rejected earlier.
         with contextlib.suppress(NameError):
             hints = typing.get_type_hints(annotated, include_extras=True)
             annotated.__annotations__ = {name: hints[name] for name in own}
@@ -141,10 +142,10 @@ def _code(make: Any, arguments: tuple[Any, ...], filename: str) -> CodeType:
 
 
 def _struct(cls: Any) -> Any:
-    """Return the reduction of a ``Struct`` class.
+    """Return the reduction of a ``Struct`` class, from which pickle creates the class again.
 
-    msgspec creates the fields together with the class, from its annotations. cloudpickle would set
-    the annotations after it creates the class.
+    msgspec creates the fields of a class from its annotations when the class is created.
+    cloudpickle alone would set the annotations only after that.
     """
     own = vars(cls).get("__annotations__", {})
     fields: list[Any] = []

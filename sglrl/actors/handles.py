@@ -19,14 +19,14 @@ from .replies import StreamReply, UnaryReply
 
 
 class Target:
-    """The process that a handle calls: one incarnation of a worker, and never its replacement.
+    """The process that a handle calls. It is never the replacement of this process.
 
     Attributes:
         worker: index of the worker.
-        member: the process. None: the worker's process at the first call. The first call is not
-            bound to it, because no state that the caller knows of precedes it.
-        calls: the calls that run.
-        ended: why the handle accepts no more calls, or "".
+        member: the process. None: the first call sets it to the worker's current process. The first
+            call itself is not bound to the process, because it depends on no earlier call.
+        calls: the running calls.
+        ended: the reason why the handle accepts no more calls, or "".
     """
 
     def __init__(self, worker: int, member: Member | None = None) -> None:
@@ -50,7 +50,7 @@ class Target:
         return member
 
     def end(self, driver: Driver, why: str) -> None:
-        """Accept no more calls, and end those that run with ``Closed``."""
+        """Accept no more calls, and end the running calls with ``Closed``."""
         self.ended = why
         for call in list(self.calls):
             driver.cancel(call)
@@ -59,7 +59,7 @@ class Target:
 
 
 class Endpoint(Protocol):
-    """The schema and the policy of a call: an ``EndpointSpec``, or an operation on a pool."""
+    """The schema and the options of a call: an ``EndpointSpec``, or an operation on a pool."""
 
     @property
     def name(self) -> str: ...
@@ -76,7 +76,7 @@ class Endpoint(Protocol):
 
 
 class _Caller:
-    """An endpoint bound to a handle and optionally to one process or to one worker."""
+    """One endpoint, whose calls may be limited to one process or to one worker."""
 
     __slots__ = ("_driver", "_spec", "_target", "_worker")
 
@@ -142,7 +142,7 @@ class UnaryCaller(_Caller):
     async def call(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
     ) -> Any:
-        """Call the endpoint. ``kwargs`` may have an argument named ``timeout``."""
+        """Call the endpoint. An argument in ``kwargs`` may have the name ``timeout``."""
         future = asyncio.get_running_loop().create_future()
         call = self._call(UnaryReply(future, self._spec.result), args, kwargs, timeout)
         self._submit(call)
@@ -159,8 +159,8 @@ class UnaryCaller(_Caller):
 class StreamCaller(_Caller):
     """``async for item in handle.stream.method(...)``.
 
-    Exiting the loop early stops the actor when the iterator is garbage-collected. Wrap the iterator
-    in ``contextlib.aclosing`` to stop the actor at once.
+    If the loop ends early, the actor stops when the iterator is garbage-collected. Wrap the
+    iterator in ``contextlib.aclosing`` to stop the actor at once.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
@@ -185,7 +185,7 @@ class StreamCaller(_Caller):
 
 
 class BroadcastCaller(_Caller):
-    """``await handle.broadcast.method(...)``: calls all workers that accept calls.
+    """``await handle.broadcast.method(...)``, which calls all workers that accept calls.
 
     The results are in the order of the workers.
     """
@@ -201,7 +201,7 @@ class BroadcastCaller(_Caller):
                     for index in workers
                 ]
         except BaseExceptionGroup as failures:
-            # Raise only the first error: the other calls were cancelled.
+            # Raise only the first error, because it has cancelled the other calls.
             raise failures.exceptions[0] from None
         return [task.result() for task in tasks]
 
@@ -257,10 +257,10 @@ class BroadcastNamespace(_Namespace):
 
 
 class WorkerHandle(_Namespace):
-    """The endpoints of one process as attributes: that of a lease, or ``handle[i]``.
+    """The endpoints of one process as attributes. A lease and ``handle[i]`` are such handles.
 
     When the process dies, the state of its object is gone. Running and later calls then raise
-    ``WorkerLost``, including those of idempotent endpoints. None of them runs in the replacement.
+    ``WorkerLost``, even if the endpoint is idempotent. No call runs in the replacement.
     A ``handle[i]`` is bound to the process that worker i has at the first call through it.
     """
 

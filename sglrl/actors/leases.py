@@ -1,4 +1,4 @@
-"""Leases: reserve one process of an actor for an episode that depends on its state."""
+"""Leases, which reserve one process of an actor for an episode that depends on its state."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from .handles import Target, WorkerHandle
 
 
 class Leases:
-    """The leases of one pool, and the tasks that wait for one, first come, first served.
+    """The leases of one pool, and the tasks that wait for a lease, in the order of their requests.
 
     Invariant: no task waits while a worker that accepts calls has fewer leases than the task's
-    ``share``, unless a task before it waits.
+    ``share``, unless an earlier task waits, too.
     """
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self._held: Counter[Member] = Counter()
-        """Number of leases of each process, also of lost ones."""
+        """Number of leases of each process. Lost processes are included until their leases end."""
         self._waiting: deque[tuple[asyncio.Future[Member], int]] = deque()
         self._watching = False
 
     async def acquire(self, share: int, timeout: float | None) -> Member:
-        """Return a process with fewer than ``share`` leases, and count one more.
+        """Wait for a process with fewer than ``share`` leases, count one more, and return it.
 
-        See ``ActorHandle.lease`` for the errors.
+        ``ActorHandle.lease`` lists the errors.
         """
         self.driver.check_loop()
         self.driver.fabric.check_open()
@@ -61,7 +61,7 @@ class Leases:
         self._update()
 
     def _update(self) -> None:
-        """Serve the waiting tasks, or fail them if no worker will ever be free."""
+        """Serve the waiting tasks. If no worker will ever be free, end their wait with an error."""
         fabric = self.driver.fabric
         if fabric.closed or not fabric.alive:
             for future, _ in self._waiting:
@@ -99,7 +99,7 @@ class Leases:
 
 
 class Lease:
-    """``async with handle.lease() as worker``: a ``WorkerHandle`` of one process until the end."""
+    """A lease: ``async with handle.lease() as worker`` gives a ``WorkerHandle`` of one process."""
 
     def __init__(
         self,

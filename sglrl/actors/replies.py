@@ -1,4 +1,4 @@
-"""The replies of actor calls: they decode results and pass them to the waiting coroutine."""
+"""The replies of actor calls, which decode results and pass them to the waiting coroutine."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from ..wire.codec import Buffer, Result
 
 MAX_UNREAD_ITEMS = 1 << 16
 MAX_UNREAD_BYTES = 256 << 20
-"""Maximum unread bytes of one stream, as sent. A stream that exceeds this limit or
-``MAX_UNREAD_ITEMS`` ends with ``Overloaded``: unread items would fill the driver's memory."""
+"""Maximum encoded bytes of a stream's unread items. A stream that exceeds this limit or
+``MAX_UNREAD_ITEMS`` ends with ``Overloaded``. Otherwise it could fill the driver's memory."""
 
 _error_body = Result(ErrorBody)
 _cancelled = "the worker gave the call up; it was cancelled there"
 
 
 class UnaryReply:
-    """The reply of a unary call: sets a future to the result."""
+    """The reply of a unary call, which sets a future to the result."""
 
     __slots__ = ("future", "result")
 
@@ -31,10 +31,10 @@ class UnaryReply:
         self.result = result
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
-        """Ignore the chunk: a unary endpoint sends no chunks."""
+        """Ignore the chunk, because a unary endpoint sends no chunks."""
 
     def restart(self, call: Call) -> None:
-        """Do nothing: no part of the result was received."""
+        """Do nothing, because no part of the result was received."""
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
         if self.future.done():
@@ -48,10 +48,10 @@ class UnaryReply:
 
 
 class StreamReply:
-    """The reply of a stream: queues its items for the single coroutine that reads them.
+    """The reply of a stream, which queues the items for the single coroutine that reads them.
 
     Attributes:
-        give_up: called once to stop the actor, if too many items are unread or an item is
+        give_up: is called once to stop the actor, if too many items are unread or an item is
             malformed.
     """
 
@@ -93,11 +93,11 @@ class StreamReply:
         self._wake()
 
     def restart(self, call: Call) -> None:
-        """Do nothing: a stream restarts only before its first chunk."""
+        """Do nothing, because a stream restarts only before its first chunk."""
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
         if self.done:
-            # The stream has ended already: an item was malformed, or too many were unread.
+            # The stream has ended early, because of a malformed item or too many unread items.
             return
         if isinstance(outcome, SglrlError):
             self.error = outcome

@@ -1,4 +1,4 @@
-"""``spawn``: run plain actors in worker processes."""
+"""``spawn``, which runs actors in worker processes, and the handle of such a pool."""
 
 from __future__ import annotations
 
@@ -37,9 +37,10 @@ class ActorHandle:
     """A running pool of one actor class.
 
     * ``await handle.method(...)`` calls the least loaded worker.
-    * ``handle.stream.method(...)`` is an async iterator.
+    * ``handle.stream.method(...)`` returns an async iterator over the items of a stream.
     * ``await handle.broadcast.method(...)`` calls all workers.
-    * ``async with handle.lease() as one`` is one process, for an episode that depends on its state.
+    * ``async with handle.lease() as one`` reserves a worker for an episode that depends on its
+      state.
     * ``handle[i]`` is worker i, and ``for worker in handle`` iterates over the workers.
 
     Every call takes ``timeout=`` in seconds in addition to the endpoint's own arguments.
@@ -82,7 +83,8 @@ class ActorHandle:
         """End all calls and shut down all workers. Closing again has no effect.
 
         Args:
-            drain: first wait at most ``timeout`` seconds until the pending calls have ended.
+            drain: whether to first wait for the pending calls. New calls are refused meanwhile.
+            timeout: maximum seconds to wait for the pending calls.
         """
         await self._pool.close(drain=drain, timeout=timeout)
 
@@ -129,20 +131,22 @@ class ActorHandle:
         """Reserve one worker for an episode: ``async with handle.lease() as worker``.
 
         Endpoints are called as on ``handle[i]``. All calls go to the same process, which no other
-        lease has meanwhile. When this process dies, running and later calls raise ``WorkerLost``,
-        including those of idempotent endpoints: the state of the episode is gone. The episode
-        begins again with another lease. A worker whose connection breaks and returns keeps its
-        object, so the lease continues, but calls that were running may raise ``WorkerLost``.
+        lease has in this time. When this process dies, the state of the episode is gone. Running
+        and later calls then raise ``WorkerLost``, even if the endpoint is idempotent. Begin the
+        episode again with another lease. If the connection to the worker breaks and the worker
+        returns, its object is still there, and the lease continues. But calls that were running may
+        raise ``WorkerLost``.
 
-        The end of the block releases the worker, also after an error or a cancellation. It cancels
-        calls and streams of the lease that still run, and later ones raise ``Closed``. The object
-        keeps its state, so an episode begins with a reset. Calls without a lease may go to leased
+        The end of the block releases the worker, even after an error or a cancellation. It cancels
+        running calls and streams of the lease, and later ones raise ``Closed``. The object keeps
+        its state, so begin each episode with a reset. Calls without a lease may go to leased
         workers.
 
         Args:
             share: maximum number of leases that a worker may have at the same time, including this
                 one. Use more than 1 for an actor that keeps the state of several episodes apart.
-            timeout: seconds to wait for a worker, first come, first served; None: no limit.
+            timeout: maximum seconds to wait for a worker. Leases are served in the order of their
+                requests. None: no limit.
 
         Raises:
             DeadlineExceeded: on entering, when no worker became free in time.
@@ -157,10 +161,10 @@ class ActorHandle:
         )
 
     def __getitem__(self, index: int) -> WorkerHandle:
-        """Return worker ``index``: the process that it has at the first call.
+        """Return a handle of worker ``index``, for the process that it has at the first call.
 
-        After the loss of this process, calls raise ``WorkerLost``. ``handle[i]`` made anew is the
-        replacement, which has a new object.
+        After the loss of this process, calls raise ``WorkerLost``. Then use ``handle[index]`` again
+        to call the replacement, which has a new object.
 
         Raises:
             UsageError: there is no such worker.
@@ -182,7 +186,7 @@ class ActorHandle:
         if name.startswith("_"):
             raise AttributeError(name)
         caller = getattr(WorkerHandle(self._pool.driver, self._specs, self._cls.__name__), name)
-        # The next access finds the attribute without this method.
+        # The next access then finds the attribute without this method.
         self.__dict__[name] = caller
         return caller  # type: ignore[no-any-return]
 
@@ -210,15 +214,16 @@ def spawn(
 ) -> ActorHandle:
     """Run an actor class in worker processes: ``async with sglrl.spawn(Judge, ...) as judges``.
 
-    Entering raises this process's soft limit of open files to its hard limit, at most to 65,536.
+    Entering the block raises this process's soft limit of open files to its hard limit, but to at
+    most 65,536.
 
     Args:
         actor: a subclass of ``sglrl.Actor``. A class defined in a module is imported by name in the
             worker. A class defined in ``__main__`` or in a function is sent by value. The user's
             script is never run again.
-        args, kwargs: arguments for the ``__init__`` of the class, typed by its annotations.
+        args, kwargs: arguments for the ``__init__`` of the class, which match its annotations.
         replicas: number of worker processes.
-        env: environment variables of the workers, in addition to the driver's own.
+        env: environment variables of the workers, in addition to the driver's variables.
         window: maximum number of calls that one worker runs at a time. Further calls wait in the
             driver.
         routing: see ``sglrl.core.routing``.
@@ -226,20 +231,21 @@ def spawn(
             ``Overloaded``.
         max_queue_bytes: maximum bytes of the arguments of the waiting calls. A call that exceeds
             the limit raises ``Overloaded``.
-        start_timeout: seconds until all workers must be ready.
-        hang_timeout: seconds after which a worker hangs, if it holds calls and its event loop makes
-            no iteration. The worker is killed and handled like a crash, and the stacks of its
+        start_timeout: maximum seconds until all workers are ready.
+        hang_timeout: seconds after which a worker that holds calls counts as hung, if its event
+            loop does not run. The worker is killed and handled like a crash, and the stacks of its
             threads are logged. An endpoint may await for any time, but must run long computations
             in a thread. None: no limit.
         restarts: maximum number of replacements of one worker within ``restart_period`` seconds. A
             replacement is created with the same arguments. After that, the pool continues without
             the worker. 0: lost workers are never replaced.
+        restart_period: the length of the period for ``restarts`` in seconds.
         log_dir: folder that keeps the output of every worker, one file for each process. None: only
             the output of a worker that fails is kept, in ``logs`` in ``$SGLRL_CACHE``. Errors and
             log lines name the file.
-        hosts: other machines on which the workers run, as for ``launch``; None: this machine. The
-            class travels by value, with what it uses from modules that are not installed packages.
-            Packages that it imports must be installed there.
+        hosts: other machines on which the workers run, as for ``launch``. None: this machine. The
+            class is sent by value, together with the code that it uses from modules that are not
+            installed packages. Packages that it imports must be installed on the hosts.
 
     Raises:
         UsageError: the class declares no endpoint, an argument has the wrong type, or an endpoint
@@ -290,13 +296,13 @@ def launch_spec_of(
     env: Mapping[str, str] | None = None,
     uninstalled: Mapping[str, ModuleType] = MappingProxyType({}),
 ) -> LaunchSpec:
-    """Return how the workers of ``spawn`` start.
+    """Return the launch spec of the workers of ``spawn``. The arguments are the same as there.
 
     Args:
         uninstalled: modules that the workers cannot import, see ``class_pickling.by_value``.
 
     Raises:
-        UsageError: as for ``spawn``.
+        UsageError: for the same reasons as ``spawn``.
     """
     if not (isinstance(actor, type) and issubclass(actor, Actor)):
         raise UsageError(f"spawn takes a subclass of sglrl.Actor, got {actor!r}")
@@ -319,7 +325,7 @@ def launch_spec_of(
     target = importable_as(actor, uninstalled)
     spec = ActorSpec(
         target=target,
-        # The code is only sent to this process's own fork server, over a private socket.
+        # ``class_pickling`` describes to whom the code is sent.
         code=b"" if target else by_value(actor, uninstalled),
         args=body,
         frames=[bytes(f) for f in frames],
