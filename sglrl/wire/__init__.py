@@ -1,18 +1,19 @@
-"""Everything that crosses a process boundary, as msgspec structs and as bytes.
+"""All messages between processes, as msgspec structs and as bytes.
 
-One module holds one protocol, with a union of structs for each direction:
+Each module contains the messages between certain processes, with a union of structs for each
+direction, or arguments and results in these messages:
 
-* ``calls``: the driver and a worker;
+* ``calls``: messages between the driver and a worker;
 * ``engine``: arguments and results of the endpoints of an engine worker;
-* ``adapters``: arguments of those that concern LoRA adapters;
-* ``weights``: the driver, every rank of every worker, and a sender in another process;
-* ``remote``: the driver and a client in another process;
-* ``processes``: the driver and its fork server;
-* ``nodes``: the driver and the daemons of other machines.
+* ``adapters``: arguments of the endpoints for LoRA adapters;
+* ``weights``: messages between the driver and every rank of every worker, or a sender of weights;
+* ``remote``: messages between the driver and a client in another process;
+* ``processes``: messages between the driver and its fork server;
+* ``nodes``: messages between the driver and the daemons of other machines.
 
-``codec`` turns them into frames and back. A message is one msgpack frame. Raw frames may follow it:
-they hold the large binary arguments (numpy arrays, bytes) of its calls or items, in order.
+``codec`` converts messages into frames and back. A message is one msgpack frame. Raw frames may
+follow it. They contain the large binary arguments (numpy arrays, bytes) of its calls or items.
 
-Rules: append fields with defaults, never change a type. Hot structs are ``array_like`` and
-``gc=False``. These modules hold structs and the identities of sockets only.
+Rules: append fields with defaults, and never change a type. Hot structs are ``array_like`` and
+``gc=False``. The modules other than ``codec`` contain only structs and the identities of sockets.
 """

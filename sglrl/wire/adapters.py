@@ -1,4 +1,4 @@
-"""LoRA adapters: their description, and the calls that bring them to an engine worker.
+"""The description of a LoRA adapter, and the calls that upload adapters to an engine worker.
 
 ``control/adapters.py`` makes the calls.
 """
@@ -14,12 +14,13 @@ class LoraInfo(msgspec.Struct, frozen=True, kw_only=True):
     """A loaded LoRA adapter.
 
     Attributes:
-        version: 0 for the first adapter that was loaded under this name. Each replacement and each
-            new load has a larger version.
-        rank: the rank of its matrices.
-        scaling: the factor of its update of a module, ``lora_alpha / r``.
-        target_modules: the last parts of the names of the modules that it changes.
-        bytes: the size of its tensors.
+        name: the name under which the adapter was loaded.
+        version: the version of the adapter. It is 0 for the first adapter under this name. Each
+            replacement and each new load has a larger version.
+        rank: the rank of the adapter's matrices.
+        scaling: the factor of the adapter's change to a module, ``lora_alpha / r``.
+        target_modules: the last parts of the names of the modules that the adapter changes.
+        bytes: the size of the adapter's tensors.
     """
 
     name: str
@@ -31,11 +32,11 @@ class LoraInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoraPart(msgspec.Struct, array_like=True, frozen=True):
-    """Arguments of ``lora_part``: some tensors of the adapter that upload ``serial`` brings.
+    """Arguments of ``lora_part``: some tensors of the adapter of upload ``serial``.
 
-    tensors: named as in PEFT's file.
-    data: the bytes of the contiguous tensors, one after the other. It is the raw frame of the call,
-        so it is empty in the message.
+    tensors: the names, dtypes and shapes of the tensors, with the names in PEFT's file.
+    data: the bytes of the contiguous tensors, one after the other. They are sent as a raw frame, so
+        the field is empty in the message.
     """
 
     serial: int
@@ -44,10 +45,11 @@ class LoraPart(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LoraPrepare(msgspec.Struct, array_like=True, frozen=True):
-    """Arguments of ``lora_prepare``: all tensors have arrived. Check them, and prepare the adapter.
+    """Arguments of ``lora_prepare``: check the tensors of a complete upload, prepare the adapter.
 
+    serial: the number of the upload.
     rank: the rank of the adapter.
-    scaling: the factor of its update of a module.
+    scaling: the factor of the adapter's change to a module.
     """
 
     serial: int
@@ -58,7 +60,8 @@ class LoraPrepare(msgspec.Struct, array_like=True, frozen=True):
 class LoraCommit(msgspec.Struct, array_like=True, frozen=True):
     """Arguments of ``lora_commit``: make a prepared adapter live, in place of its older version.
 
-    Answered with the milliseconds in which no step could run. Without effect if it is live.
+    The answer is the number of milliseconds in which no step could run. If the adapter is already
+    live, the call has no effect.
 
     inflight: "continue", "retract" or "abort"; see ``Client.update_weights``.
     """
@@ -70,7 +73,7 @@ class LoraCommit(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LoraKeep(msgspec.Struct, array_like=True, frozen=True):
-    """Arguments of ``lora_keep``: drop all adapters and uploads but those of ``serials``.
+    """Arguments of ``lora_keep``: drop all adapters and uploads except the uploads ``serials``.
 
     Requests that use a dropped adapter end with ``UnknownAdapter``.
     """

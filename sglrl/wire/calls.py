@@ -1,4 +1,4 @@
-"""The fabric: calls from the driver to a worker, and their results."""
+"""The messages between the driver and a worker: calls, their results, and heartbeats."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ PROTOCOL_VERSION = 15
 class CallMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """One call of an endpoint.
 
-    ``args``: msgpack of the endpoint's argument struct. ``frames``: how many raw frames of the
-    message belong to this call.
+    args: the argument struct of the endpoint as msgpack.
+    frames: number of raw frames of the message that belong to this call.
     """
 
     id: int
@@ -25,13 +25,13 @@ class CallMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class Submit(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=1):
-    """Calls that the driver submitted to this worker in one tick of its loop, or a part of them."""
+    """Calls for this worker from one tick of the driver's event loop, or a part of these calls."""
 
     calls: list[CallMessage]
 
 
 class Cancel(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=2):
-    """Stop these calls. The worker still answers each call once: CANCELLED, or its result."""
+    """Stop these calls. The worker still answers each call once, with CANCELLED or its result."""
 
     ids: list[int]
 
@@ -48,10 +48,10 @@ ToWorker = Submit | Cancel | Shutdown | ShareRows
 
 
 class ItemKind:
-    """The kinds of ``Item``. All but ``CHUNK`` end the call.
+    """The kinds of ``Item``. All kinds except ``CHUNK`` end the call.
 
-    Plain integers, because Python 3.11 looks up a member of an ``IntEnum`` more slowly than it
-    decodes an item.
+    They are plain integers, because Python 3.11 looks up a member of an ``IntEnum`` more slowly
+    than it decodes an item.
     """
 
     CHUNK: Final = 0
@@ -59,14 +59,15 @@ class ItemKind:
     ERROR: Final = 2
     CANCELLED: Final = 3
     FAILED: Final = 4
-    """Only sent to a client in another process: the driver itself failed (``ErrorBody``)."""
+    """An error of the driver itself (``ErrorBody``). It is only sent to remote clients."""
 
 
 class Item(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """One event in the life of one call.
+    """A part of the answer to one call, or its end.
 
-    ``body``: msgpack of the endpoint's result type, or of ``ErrorBody`` when kind is ERROR.
-    ``frames``: how many raw frames of the message belong to this item.
+    kind: one of ``ItemKind``.
+    body: msgpack of the endpoint's result type, or of ``ErrorBody`` if the kind is ERROR.
+    frames: number of raw frames of the message that belong to this item.
     """
 
     id: int
@@ -76,7 +77,7 @@ class Item(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class ErrorBody(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """An error of an endpoint. ``kind``: the name of its class. ``traceback``: its text."""
+    """An error of an endpoint. ``kind`` is the name of its class, ``traceback`` is a text."""
 
     kind: str
     message: str
@@ -86,13 +87,13 @@ class ErrorBody(msgspec.Struct, array_like=True, gc=False, frozen=True):
 class Load(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The load of one engine.
 
-    kv_usage: share of the KV cache in use, 0..1; -1 until the engine reports its load.
+    kv_usage: share of the KV cache in use, 0..1, or -1 until the engine reports its load.
     waiting: number of requests that the engine has not begun to compute.
     preempted: number of requests removed from the KV cache since the start of the engine.
-    step_seconds: mean duration of its latest steps, or 0 if it is not known.
-    shortest_step: duration of its shortest steps in seconds, or 0 if it is not known.
-    request_steps: number of requests in all steps of the engine, each in each of its steps; 0 if it
-    is not known.
+    step_seconds: mean duration of the latest steps in seconds, or 0 if it is not known.
+    shortest_step: duration of the shortest steps in seconds, or 0 if it is not known.
+    request_steps: the sum of the number of requests over all steps of the engine, or 0 if it is not
+        known.
     """
 
     kv_usage: float = -1.0
@@ -104,10 +105,10 @@ class Load(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class Results(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=11):
-    """All items of one scheduler step, or of one loop tick of a plain actor.
+    """All items of one scheduler step, or of one tick of a plain actor's event loop.
 
     load: the load of the engine, if the worker reports it now.
-    slots: slots of shared memory (``transport/shared_rows.py``) that hold the raw frames.
+    slots: the slots of shared memory (``transport/shared_rows.py``) that contain raw frames.
     """
 
     items: list[Item]
@@ -116,15 +117,17 @@ class Results(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=11):
 
 
 class Starting(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=12):
-    """The first message of a worker: the stage of its start, which is shown to the user."""
+    """The current stage of a worker's start, which is shown to the user. ``Ready`` follows."""
 
     stage: str
 
 
 class RowsOffer(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Memory that a worker can share: its file descriptor there, and the bytes of one row.
+    """Memory that a worker can share with the driver.
 
-    ``token`` is a random part of the file's name.
+    fd: the file descriptor of the memory in the worker.
+    row_bytes: bytes of one row.
+    token: a random part of the file's name.
     """
 
     fd: int
@@ -135,9 +138,10 @@ class RowsOffer(msgspec.Struct, array_like=True, gc=False, frozen=True):
 class Ready(msgspec.Struct, array_like=True, frozen=True, tag=13):
     """The worker accepts calls. The driver sends nothing before this message.
 
-    A worker that returns after its connection broke sends this again. It then holds no calls.
+    A worker that returns after its connection broke sends this message again, and then holds no
+    calls.
 
-    ``window``: the largest number of calls that the worker accepts at a time.
+    window: maximum number of calls that the worker accepts at a time.
     """
 
     protocol: int
@@ -153,10 +157,10 @@ ToDriver = Results | Starting | Ready
 
 
 class Heartbeat(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=50):
-    """Sent again and again by a thread of every worker, on a socket of its own.
+    """A message that a thread of every worker sends regularly, on a separate socket.
 
-    ``progress``: a count of what the worker's loop has done. ``phase``: why the count may stand
-    still, as named in ``core.hangs``, or "".
+    progress: a counter that the worker's loop increases.
+    phase: the reason why the counter may not increase, as named in ``core.hangs``, or "".
     """
 
     progress: int

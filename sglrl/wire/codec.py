@@ -1,6 +1,6 @@
 """Convert messages to frames and back, and typed arguments of endpoints to msgpack and back.
 
-Encoders and decoders are built once. There are two layers. The decoders of the envelope
+Encoders and decoders are built once. There are two layers. The decoders of whole messages
 (``ToWorker``, ``ToDriver``) never handle user types. The schema of a call's body comes from the
 annotations of the call's endpoint.
 
@@ -30,8 +30,8 @@ Buffer = bytes | bytearray | memoryview
 
 encoder: Final = msgspec.msgpack.Encoder()
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""Errors that msgspec raises for bytes that are not the expected message. Text that is not UTF-8
-and too deep nesting raise built-in errors."""
+"""Errors that msgspec raises for bytes that are not the expected message. Two of them are built-in
+errors, for text that is not UTF-8 and for too deep nesting."""
 
 _TRUNCATED: Final = "Input data was truncated"
 _SENDABLE: Final = (
@@ -60,10 +60,11 @@ def readable(text: object) -> str:
 
 
 def malformed(error: Exception, data: Buffer | str) -> str:
-    """Return what is wrong with JSON, or with msgpack.
+    """Return a description of what is wrong with malformed JSON or msgpack.
 
     Args:
         error: the error that msgspec raised for ``data``.
+        data: the malformed JSON or msgpack.
     """
     text = str(error)
     if text != _TRUNCATED:
@@ -94,13 +95,13 @@ decode_to_driver: Final[Callable[[Buffer], ToDriver]] = _decoder(ToDriver, "for 
 decode_heartbeat: Final[Callable[[Buffer], Heartbeat]] = _decoder(
     Heartbeat, "from a worker's heartbeat"
 )
-# Messages of the weight channel.
+# These decode the messages of the weight channel.
 decode_to_rank: Final[Callable[[Buffer], ToRank]] = _decoder(ToRank, "for a rank")
 decode_from_rank: Final[Callable[[Buffer], FromRank]] = _decoder(FromRank, "from a rank")
-# Messages of a client in another process.
+# These decode the messages between the driver and a client in another process.
 decode_to_client: Final[Callable[[Buffer], ToClient]] = _decoder(ToClient, "for a client")
 decode_from_client: Final[Callable[[Buffer], FromClient]] = _decoder(FromClient, "from a client")
-# Messages of a node: of its connection, and of its session.
+# These decode the messages of a node's connection, and then those of its session.
 decode_of_connection: Final[Callable[[Buffer], OfConnection]] = _decoder(
     OfConnection, "between a driver and a node"
 )
@@ -134,7 +135,7 @@ def split_frames(
 
 
 class OutgoingCall(Protocol):
-    """A call that is about to be sent: a ``core.calls.Call``."""
+    """The part of a ``core.calls.Call`` that is encoded when the call is sent."""
 
     id: int
     endpoint: str
@@ -143,12 +144,12 @@ class OutgoingCall(Protocol):
 
 
 def encode_submit(calls: Sequence[OutgoingCall]) -> list[Any]:
-    """Encode a ``Submit`` of these calls; return its frames.
+    """Encode a ``Submit`` message with these calls, and return its frames.
 
     Raises:
         Exception: the arguments of a call cannot be encoded.
     """
-    # Tuples in the layout of ``CallMessage``, so that the arguments are encoded in place.
+    # These tuples have the layout of ``CallMessage``, so that the arguments are encoded in place.
     messages: list[Any] = []
     frames: list[Any] = [b""]
     for call in calls:
@@ -159,7 +160,7 @@ def encode_submit(calls: Sequence[OutgoingCall]) -> list[Any]:
 
 
 class Blob:
-    """Marks bytes of a body that are sent as a raw frame."""
+    """Bytes in a body that are sent as a raw frame."""
 
     __slots__ = ("data",)
 
@@ -227,7 +228,7 @@ class Body:
         except (ValueError, RecursionError) as error:
             raise msgspec.ValidationError(str(error)) from None
         except Exception as error:
-            # Raised by a type's __post_init__. msgspec converts only ValueError and TypeError.
+            # A type's __post_init__ raised this. msgspec converts only ValueError and TypeError.
             raise msgspec.ValidationError(f"{type(error).__name__}: {error}") from error
         finally:
             self._incoming = ()
@@ -284,10 +285,11 @@ class Body:
 
 
 def check_type(type_: Any, what: str) -> None:
-    """Raise ``UsageError`` if values of the type cannot be sent, or contain such values.
+    """Raise ``UsageError`` if values of the type, or values in them, cannot be sent.
 
     Args:
-        what: the argument or result of this type, for the error.
+        type_: the type to check.
+        what: the description of the argument or result of this type, for the error.
     """
     infos = [msgspec.inspect.type_info(type_)]
     known = {id(infos[0])}
@@ -320,7 +322,7 @@ def _parts(info: msgspec.inspect.Type) -> list[msgspec.inspect.Type]:
 
 
 def _check_array(array: np.ndarray[Any, Any], type_: Any) -> None:
-    """Enforce the dtype of ``numpy.typing.NDArray[...]`` annotations."""
+    """Raise ``ValueError`` if an array lacks the dtype of its annotation ``NDArray[...]``."""
     args = get_args(type_)
     if len(args) != 2 or not get_args(args[1]):
         return
@@ -354,10 +356,10 @@ class Arguments:
         self._body = Body(self.struct)
 
     def encode(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bytes, list[Buffer]]:
-        """Bind and encode arguments. Check them by decoding them exactly as the worker does.
+        """Bind and encode arguments. Check them by decoding them as the worker will do.
 
         Raises:
-            UsageError: the number, a name or a type of the arguments is wrong.
+            UsageError: the number of arguments, a name or a type is wrong.
         """
         try:
             bound = self.signature.bind(*args, **kwargs)

@@ -8,8 +8,10 @@ import msgspec
 
 
 class RoutedShape(NamedTuple):
-    """A token's row of routed experts: ``layers`` x ``k`` values.
+    """The shape of a token's row of routed experts.
 
+    layers: number of layers that route tokens to experts.
+    k: number of experts for each token and layer.
     dtype: the dtype of the values, uint8 ("|u1") or int16 ("<i2").
     """
 
@@ -19,20 +21,21 @@ class RoutedShape(NamedTuple):
 
 
 class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """A loaded model. The driver checks requests against it before it sends them.
+    """A loaded model and its engine. The driver checks requests against it before it sends them.
 
     Lengths and cache sizes are in tokens.
 
-    accelerations: names of sglrl's accelerations of SGLang that are on.
-    tokenizer: folder or name of the tokenizer; "": that of the model.
-    max_lora_rank: the largest rank of an adapter; 0: the engine takes no adapters.
-    lora_target_modules: the last parts of the names of the modules that adapters may change.
-    max_loaded_loras: how many adapters may be loaded; 0: any number.
-    sleep_tags: what the engine can give back while it sleeps, of ``SLEEP_TAGS``.
-    hidden_size: the size of the states that requests may ask for; 0: they may not.
-    routed_experts: the shape and dtype of a token's row of routed experts; None: the engine does
-        not return them.
-    logit_processors: the names of the declared logit processors ("module:Class").
+    Attributes:
+        accelerations: names of sglrl's accelerations of SGLang that are on.
+        tokenizer: folder or name of the tokenizer. "": the tokenizer of the model.
+        max_lora_rank: maximum rank of an adapter. 0: the engine takes no adapters.
+        lora_target_modules: the last parts of the names of the modules that adapters may change.
+        max_loaded_loras: maximum number of loaded adapters. 0: no limit.
+        sleep_tags: the resources that the engine can release while it sleeps, from ``SLEEP_TAGS``.
+        hidden_size: the size of the hidden states that requests may ask for. 0: they may not.
+        routed_experts: the shape and dtype of a token's row of routed experts. None: the engine
+            does not return them.
+        logit_processors: the names of the declared logit processors ("module:Class").
     """
 
     model: str
@@ -60,15 +63,16 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Arguments of ``generate``. Answered with ``TokenChunk``.
+    """Arguments of ``generate``, which is answered with ``TokenChunk``.
 
-    input_ids: int32 little-endian [n].
+    input_ids: the prompt, as little-endian int32 [n].
     sampling: msgpack of ``SentSampling``. The client encodes each distinct value once.
     resume: int32 [r], tokens that another worker has already generated for this call. They count
         in every limit, and are not sent back.
-    lora: the name of an adapter; "": none.
-    routed_from: the first position of prompt and output whose routed experts are wanted.
-    resume_rows: rows of routed experts from there on that another worker has already sent.
+    lora: the name of an adapter, or "" for the model itself.
+    routed_from: the first position of prompt and output whose routed experts are requested.
+    resume_rows: number of rows of routed experts from this position on that another worker has
+        already sent.
     """
 
     input_ids: bytes
@@ -86,24 +90,25 @@ class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
 class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """New tokens of one call since its last chunk.
 
-    ids: int32 [t].
-    logprobs: float32 [t], or empty.
-    top_ids, top_logprobs: int32 and float32 [t, k], or empty.
+    ids: int32 [t], the token ids.
+    logprobs: float32 [t], the logprobs of the tokens, or empty.
+    top_ids, top_logprobs: int32 and float32 [t, k], the likeliest tokens of each position, or
+        empty.
     version: the version of the weights that sampled all of these tokens.
     finish: "" until the last chunk, then "stop", "length" or "abort".
     stop_match: the stop string or stop token that ended the call.
-    parts: only in the answer to ``ScoreArgs``, which has logprobs and no ids. int32 [p, 2]: the
-        number of logprobs that one version computed, and that version. Empty if ``version``
-        computed all of them.
+    parts: int32 [p, 2], pairs of a number of logprobs and the version of the weights that computed
+        them. Empty if ``version`` computed all of them. Only answers to ``ScoreArgs`` have parts.
+        They have logprobs, but no ids.
     mask_ids: int32 [m], the token ids that could be drawn at each position, one position after the
-        other; empty if they are not wanted.
-    mask_lengths: int32 [t], the number of ids at each position, or empty.
+        other, or empty.
+    mask_lengths: int32 [t], the number of ids in ``mask_ids`` for each position, or empty.
     lora_version: the version of the adapter that sampled all of these tokens.
     lora_parts: like ``parts``, with versions of the adapter. Empty if one version computed all.
     hidden_states: float32 [t, hidden size], or empty.
     given_logprobs: float32 [t, k], the logprobs of the k token ids of ``token_ids_logprob``.
     routed: number of rows of routed experts (``EngineInfo.routed_experts``) in the raw frames of
-        the item. They follow the rows of the call's earlier chunks.
+        the item. They continue the rows of the call's earlier chunks.
     """
 
     ids: bytes
@@ -125,12 +130,12 @@ class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 class ScoreArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """Arguments of ``score``. Answered with one ``TokenChunk``.
+    """Arguments of ``score``, which is answered with one ``TokenChunk``.
 
-    input_ids: int32 [n].
-    start: the first position whose logprob is wanted.
-    top_logprobs: how many of the likeliest tokens are wanted at each position.
-    temperature: the logits are divided by it; above 0.
+    input_ids: int32 [n], the tokens to score.
+    start: the first position whose logprob is requested.
+    top_logprobs: number of likeliest tokens to return for each position.
+    temperature: the divisor of the logits, greater than 0.
     """
 
     input_ids: bytes
@@ -144,11 +149,11 @@ class ScoreArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
 class NextTokenArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """Arguments of ``next_token_logprobs``: the distribution of the token after ``input_ids``.
 
-    Answered with one ``TokenChunk``. With ``top_k`` it has ``top_ids`` and ``top_logprobs`` of one
-    position. Without, one raw frame follows: float32 [vocab_size].
+    The answer is one ``TokenChunk``. With ``top_k``, it has ``top_ids`` and ``top_logprobs`` for
+    one position. Without ``top_k``, it has one raw frame with float32 [vocab_size].
 
-    input_ids: int32 [n].
-    top_k: how many of the likeliest tokens are wanted; 0: the whole vocabulary.
+    input_ids: int32 [n], the tokens before the requested position.
+    top_k: number of likeliest tokens to return. 0: the whole vocabulary.
     """
 
     input_ids: bytes
@@ -158,19 +163,20 @@ class NextTokenArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
 
 PAUSE_MODES = ("in_place", "retract", "abort", "drain")
-"""See ``Client.pause``."""
+"""The modes of ``Client.pause``, which describes them."""
 
 
 SLEEP_TAGS: Final = ("kv_cache", "weights")
-"""What an engine can give back while it sleeps."""
+"""The kinds of GPU memory that an engine can release while it sleeps."""
 
 
 class TensorValue(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """A tensor, contiguous.
+    """A contiguous tensor with its data.
 
     name: the name in the checkpoint.
     dtype: the dtype as torch prints it, without "torch.".
-    data: a bytearray when it is received, because a tensor needs memory that it may write to.
+    data: the bytes of the tensor. The receiver gets a bytearray, because a tensor needs writable
+        memory.
     """
 
     name: str
@@ -186,18 +192,22 @@ RATE_SECONDS: Final = 10.0
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """The load of one engine, and its totals since it was ready.
 
-    running, waiting: requests.
-    kv_tokens, kv_capacity: tokens of KV cache, held by running requests and in all.
-    prompt_tokens, cached_tokens, generated_tokens: totals. Cached tokens are prompt tokens that
-        the prefix cache served.
-    uptime: seconds since the engine was ready.
-    tokens_per_second: generated tokens per second in the latest ``RATE_SECONDS`` (10) seconds, or
-        since the engine was ready if that is less. An engine that was stopped in this time has a
-        lower rate. Tokens count when the engine reports them: a request without a stream reports
-        several at once.
-    draining: whether new requests wait, because an update, a pause or a sleep waits until the
-        running ones have ended.
-    asleep: what the engine has given back (``Client.sleep``).
+    Attributes:
+        running: number of running requests.
+        waiting: number of waiting requests.
+        kv_tokens: number of tokens in the KV cache that running requests hold.
+        kv_capacity: number of tokens for which the KV cache has room.
+        prompt_tokens: total number of prompt tokens.
+        cached_tokens: total number of prompt tokens that the prefix cache served.
+        generated_tokens: total number of generated tokens.
+        uptime: seconds since the engine was ready.
+        tokens_per_second: generated tokens per second in the latest ``RATE_SECONDS`` (10) seconds,
+            or since the engine was ready, if that is less. An engine that was stopped in this time
+            has a lower rate. Tokens count when the engine reports them. A request without a stream
+            reports several at once.
+        draining: whether new requests wait, because an update, a pause or a sleep waits until the
+            running requests have ended.
+        asleep: the resources that the engine has released (``Client.sleep``).
     """
 
     running: int
@@ -219,5 +229,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def cache_hit_rate(self) -> float:
-        """Prompt tokens served from the prefix cache, as a share of all prompt tokens."""
+        """Share of the prompt tokens that the prefix cache served, 0..1."""
         return self.cached_tokens / self.prompt_tokens if self.prompt_tokens else 0.0

@@ -1,8 +1,8 @@
-"""The daemons of other machines ("nodes"): their messages to the driver, and the driver's answers.
+"""The messages between the driver and the daemons of other machines ("nodes").
 
 A node and a driver have a session, which survives broken connections. The messages of a session
-have numbers (``core.node_session``). They are sent as two frames, ``Numbered`` and the message. All
-other messages belong to one connection.
+have numbers (``core.node_session``). Each of them is sent as two frames: ``Numbered`` and the
+message. All other messages belong to one connection.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ class NodeHello(msgspec.Struct, array_like=True, frozen=True, tag=80):
 
     protocol: the node's ``PROTOCOL_VERSION``.
     name: the name of the host, for messages.
-    gpus: entries for ``CUDA_VISIBLE_DEVICES``.
+    environment: the versions of the node's Python and packages.
+    gpus: the GPUs of the host, as entries for ``CUDA_VISIBLE_DEVICES``.
+    cores: number of CPU cores of the host.
     orphan_timeout: seconds without a connection after which the node ends the session.
-    boot: identifies the machine and its start.
-    session: the session that the node would like to continue; empty: none.
-    received: the number of the last message that it has received in this session.
-    question: the sender is no node, and only wants to know the answer.
-    program: the IP address at which the node reaches the driver; empty: unknown.
-    process: identifies the process of the node.
+    boot: a text that identifies the machine and its last boot.
+    session: the id of the session that the node continues, or "" if it has none.
+    received: the number of the last message that the node has received in this session.
+    question: whether the sender is not a node, and only asks whether a node would be admitted.
+    program: the IP address at which the node reaches the driver, or "" if it is unknown.
+    process: a text that identifies the process of the node.
     """
 
     protocol: int
@@ -42,9 +44,10 @@ class NodeHello(msgspec.Struct, array_like=True, frozen=True, tag=80):
 
 
 class Admit(msgspec.Struct, array_like=True, frozen=True, tag=81):
-    """The session goes on, or a new one begins if ``session`` is not the one of ``NodeHello``.
+    """The session of ``NodeHello`` continues. If ``session`` differs from it, a new session begins.
 
-    received: the number of the last message that the driver has received in it.
+    received: the number of the last message that the driver has received in the session.
+    environment: the versions of the driver's Python and packages, if ``NodeHello`` is a question.
     """
 
     session: str
@@ -55,7 +58,7 @@ class Admit(msgspec.Struct, array_like=True, frozen=True, tag=81):
 class Refuse(msgspec.Struct, array_like=True, frozen=True, tag=82):
     """The driver cannot use the node. The node ends with this ``reason``.
 
-    From a node that waits for programs: it serves another one.
+    A node that waits for programs also sends this message, if it serves another program.
     """
 
     reason: str
@@ -64,7 +67,8 @@ class Refuse(msgspec.Struct, array_like=True, frozen=True, tag=82):
 class Numbered(msgspec.Struct, array_like=True, frozen=True, tag=83):
     """A message of the session follows in the next frame.
 
-    received: acknowledges all messages up to this number.
+    number: the number of this message.
+    received: the number up to which the sender acknowledges the other side's messages.
     """
 
     number: int
@@ -72,17 +76,17 @@ class Numbered(msgspec.Struct, array_like=True, frozen=True, tag=83):
 
 
 class Acknowledge(msgspec.Struct, array_like=True, frozen=True, tag=84):
-    """All messages up to the number ``received`` have arrived. Both sides send it every second."""
+    """All messages up to number ``received`` have arrived. Both sides send this every second."""
 
     received: int
 
 
 class Goodbye(msgspec.Struct, array_like=True, frozen=True, tag=85):
-    """The sender ends the session: it exits, or it does not want the other side any more."""
+    """The sender ends the session, because it exits or no longer needs the other side."""
 
 
 class Invite(msgspec.Struct, array_like=True, frozen=True, tag=86):
-    """To a node that waits for programs: connect to the program that listens at ``address``."""
+    """Ask a node that waits for programs to connect to the program at ``address``."""
 
     address: str
 
@@ -94,7 +98,9 @@ class OpenPool(msgspec.Struct, array_like=True, frozen=True, tag=90):
     """Connect to a fork server for a pool's workers. The node answers ``PoolOpened``.
 
     Attributes:
-        env: the workers' environment variables, in addition to the node's.
+        pool: the number of the pool.
+        preload: the kind of fork server, see ``driver.fork_server.fork_server``.
+        env: the workers' environment variables, in addition to the node's variables.
     """
 
     pool: int
@@ -131,7 +137,10 @@ class FromPool(msgspec.Struct, array_like=True, frozen=True, tag=94):
 
 
 class Output(msgspec.Struct, array_like=True, frozen=True, tag=95):
-    """The end of what a worker has written since the last ``Output``."""
+    """The end of the output that a worker has written since the last ``Output``.
+
+    key: the key of the worker's process.
+    """
 
     pool: int
     key: int

@@ -1,4 +1,4 @@
-"""A client in another process: its requests to the driver, and the driver's answers."""
+"""The messages between the driver and a client in another process."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from .engine import EngineInfo
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True, tag=60):
-    """The first message of a client; the driver answers ``Welcome`` or ``Rejected``.
+    """The first message of a client. The driver answers ``Welcome`` or ``Rejected``.
 
-    ``max_message_bytes``: the largest frame that the client accepts.
+    protocol: the client's ``PROTOCOL_VERSION``.
+    max_message_bytes: the size of the largest frame that the client accepts.
     """
 
     protocol: int
@@ -21,14 +22,16 @@ class Hello(msgspec.Struct, array_like=True, frozen=True, tag=60):
 
 
 class Request(NamedTuple):
-    """One call of an engine, or of an operation on the pool.
+    """One call of an engine's endpoint, or of an operation on the pool.
 
-    A tuple, because it is faster to decode than a struct; a new field needs a new
+    This is a tuple, because a tuple is faster to decode than a struct. A new field needs a new
     ``PROTOCOL_VERSION``.
 
     args: the arguments, as in ``CallMessage``.
-    timeout: seconds left for the call, or None.
-    conversation: the client's number of the conversation that the call continues; -1: none.
+    timeout: seconds left for the call. None: no limit.
+    worker: the index of the worker that must execute the call, or None.
+    session: the name of the session of which the call is a turn, or None.
+    conversation: the client's number of the conversation that the call continues, or -1.
     """
 
     id: int
@@ -42,7 +45,7 @@ class Request(NamedTuple):
 
 
 class Requests(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=61):
-    """All calls that the client submitted in one tick of its loop. ``Cancel`` cancels calls."""
+    """All calls that the client submitted in one tick of its event loop."""
 
     requests: list[Request]
 
@@ -52,9 +55,9 @@ class Leave(msgspec.Struct, array_like=True, frozen=True, tag=62):
 
 
 class BytesRead(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=66):
-    """The size of all frames that the client has read since it connected.
+    """The total bytes of all frames that the client has read since it connected.
 
-    The driver does not start more calls of a client while too many bytes are unread.
+    While too many bytes are unread, the driver does not start more calls of the client.
     """
 
     bytes: int
@@ -64,7 +67,7 @@ FromClient = Hello | Requests | Cancel | Leave | BytesRead
 
 
 class WorkerStatus(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """One worker: the fields of ``driver.worker_info.WorkerInfo``, and its reported load."""
+    """One worker, with the fields of ``driver.worker_info.WorkerInfo`` and its engine's load."""
 
     id: int
     pid: int
@@ -82,8 +85,8 @@ class PoolStatus(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """The state of the pool.
 
     version: the version of the weights.
-    queued, queued_bytes: calls that wait at the driver, and the bytes that they hold.
-    queued_clients: how many clients these calls come from.
+    queued, queued_bytes: number of calls that wait at the driver, and their bytes.
+    queued_clients: number of clients that have waiting calls.
     lora_versions: the version of each adapter that was ever loaded, by name.
     """
 
@@ -98,8 +101,10 @@ class PoolStatus(msgspec.Struct, array_like=True, gc=False, frozen=True):
 class Welcome(msgspec.Struct, array_like=True, frozen=True, tag=63):
     """The driver accepts the client.
 
-    max_message_bytes: the largest call that the driver accepts.
-    max_queue: calls of all clients that may wait at the driver.
+    protocol: the driver's ``PROTOCOL_VERSION``.
+    max_message_bytes: the size of the largest call that the driver accepts.
+    weights_address: the address to which a sender of weights connects.
+    max_queue: maximum number of calls of all clients that wait at the driver.
     """
 
     protocol: int
@@ -111,12 +116,12 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, tag=63):
 
 
 class Answer(Item, array_like=True, gc=False, frozen=True):
-    """An item of one of the client's calls. The last item of a call says how the call went.
+    """An item of one of the client's calls. The last item of a call has the fields below.
 
-    worker: the last worker of the call; -1: none.
-    attempts: how many workers the call was sent to.
+    worker: the index of the last worker of the call, or -1 if it was sent to none.
+    attempts: number of times that the call was sent to a worker.
     queued: seconds until the call was sent to its last worker.
-    first: seconds until the first item of that worker arrived; 0: none arrived.
+    first: seconds until the first item of this worker arrived, or 0 if none arrived.
     """
 
     worker: int = -1
@@ -128,7 +133,8 @@ class Answer(Item, array_like=True, gc=False, frozen=True):
 class Answers(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=64):
     """Items of the client's calls.
 
-    ``again``: calls that started again on another worker before any of these items was sent.
+    again: ids of calls that started again on another worker, before any of these items was sent.
+    status: the state of the pool, if the driver reports it now.
     """
 
     items: list[Answer]
@@ -137,7 +143,7 @@ class Answers(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=64):
 
 
 class Rejected(msgspec.Struct, array_like=True, frozen=True, tag=65):
-    """The driver does not know the client, or knows it no longer. All of its calls are lost."""
+    """The driver does not admit the client, or has dropped it. All calls of the client are lost."""
 
     reason: str
 

@@ -1,4 +1,7 @@
-"""Weight updates: the driver, every rank of every worker, and a sender in another process."""
+"""The messages of weight updates.
+
+The driver exchanges them with every rank of every worker, and with senders in other processes.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from .calls import ErrorBody
 
 
 class TensorSpec(msgspec.Struct, array_like=True, gc=False, frozen=True):
-    """One tensor by its Hugging Face name. ``dtype``: "float32", "bfloat16", ..."""
+    """The Hugging Face name, the dtype (such as "bfloat16") and the shape of one tensor."""
 
     name: str
     dtype: str
@@ -19,10 +22,10 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one process. Some must be equal in all processes of a group.
 
     device: "cpu" or "cuda".
-    uuid: the UUID of the GPU; "" on a CPU.
-    torch, nccl: versions.
+    uuid: the UUID of the GPU, or "" on a CPU.
+    torch, nccl: the versions of torch and NCCL.
     environment: NCCL's environment variables.
-    host, port: the address of the store of the sender's group. A worker has no store: port 0.
+    host, port: the address of the store of the sender's group. Workers have no store, and port 0.
     """
 
     device: str
@@ -46,12 +49,13 @@ class Join(msgspec.Struct, array_like=True, frozen=True, tag=21):
     A worker on the sender's GPU does not join the group (``rank`` is -1). It reads the sender's
     memory, as number ``reader`` of ``readers``.
 
-    Of the ranks on another host, one receives from the sender and passes everything on: its relay.
-    The relay is rank 0 of the host's own group. The others are only in that group (``rank`` is -1).
+    On another host, only one rank (the relay) receives from the sender, and passes the tensors on
+    to the other ranks in a group of the host. The relay is rank 0 of this local group. The other
+    ranks are only in the local group (``rank`` is -1).
 
-    timeout: seconds until every member must have joined.
-    local_group: name of the host's own group; empty: there is none.
-    local_rank, local_size: the rank in that group, and its size.
+    timeout: maximum seconds until every member has joined.
+    local_group: the name of the host's local group, or "" if there is none.
+    local_rank, local_size: the rank in the local group, and the size of this group.
     """
 
     id: int
@@ -69,13 +73,13 @@ class Join(msgspec.Struct, array_like=True, frozen=True, tag=21):
 
 
 class Prepare(msgspec.Struct, array_like=True, frozen=True, tag=22):
-    """Check the manifest, and allocate memory for the update. Answered with ``Prepared``.
+    """Check the manifest, and allocate memory for the update. The answer is ``Prepared``.
 
-    source: a folder of safetensors files to read instead of receiving from the group, or "".
     mode: "auto", "full" or "bucketed".
-    like: 0 if ``tensors`` is the manifest. Else the id of this rank's last ``Prepare``: the
-        manifest is the same, and ``tensors`` is empty.
-    check_finite: refuse files that hold NaN or infinite values.
+    source: a folder of safetensors files to read instead of receiving from the group, or "".
+    like: 0 if ``tensors`` is the manifest. Otherwise the id of this rank's last ``Prepare``, whose
+        manifest is used again. ``tensors`` is then empty.
+    check_finite: whether to refuse files that contain NaN or infinite values.
     """
 
     id: int
@@ -93,8 +97,8 @@ class Prepare(msgspec.Struct, array_like=True, frozen=True, tag=22):
 class Stage(msgspec.Struct, array_like=True, frozen=True, tag=23):
     """Send or receive the buckets. The sender answers with ``SentStage``.
 
-    mode: "full" or "bucketed". For a worker: the mode that all of its ranks have memory for. For
-        the sender: "bucketed" if at least one worker overwrites its live weights.
+    mode: "full" or "bucketed". A worker gets the mode for which all of its ranks have memory. The
+        sender gets "bucketed" if at least one worker overwrites its live weights.
     """
 
     id: int
@@ -102,27 +106,27 @@ class Stage(msgspec.Struct, array_like=True, frozen=True, tag=23):
 
 
 class Commit(msgspec.Struct, array_like=True, frozen=True, tag=24):
-    """Make the update live between two steps. Every rank of every worker has staged it."""
+    """Make the update live between two steps, after every rank of every worker has staged it."""
 
     id: int
 
 
 class Abort(msgspec.Struct, array_like=True, frozen=True, tag=25):
-    """Discard the update. ``leave``: also leave the group, which may be broken."""
+    """Discard the update. With ``leave``, also leave the group, because it may be broken."""
 
     id: int
     leave: bool
 
 
 class Checksums(msgspec.Struct, array_like=True, frozen=True, tag=26):
-    """Ask for the checksums of the live shards of these tensors; empty: of all tensors."""
+    """Ask for the checksums of live shards of the tensors ``names``, or of all tensors if empty."""
 
     id: int
     names: list[str]
 
 
 class Proposed(msgspec.Struct, array_like=True, frozen=True, tag=27):
-    """To a sender in another process: its update has ended. ``report``: msgpack of the report."""
+    """The update of a sender in another process has ended. ``report`` is msgpack of the report."""
 
     id: int
     error: ErrorBody | None
@@ -130,7 +134,7 @@ class Proposed(msgspec.Struct, array_like=True, frozen=True, tag=27):
 
 
 class SenderAccepted(msgspec.Struct, array_like=True, frozen=True, tag=28):
-    """To a sender in another process: the model (see ``ModelDescription``) and its version."""
+    """The answer to a sender's ``RankHello``: the version and the ``ModelDescription``'s fields."""
 
     version: int
     tensors: list[TensorSpec]
@@ -140,7 +144,7 @@ class SenderAccepted(msgspec.Struct, array_like=True, frozen=True, tag=28):
 
 
 class PeerCopyOffer(msgspec.Struct, array_like=True, frozen=True):
-    """The address of the sending rank's store. ``digest``: of its names, dtypes and shapes."""
+    """The address of the sending rank's store, and a digest of its names, dtypes and shapes."""
 
     host: str
     port: int
@@ -148,7 +152,7 @@ class PeerCopyOffer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class SendPeerCopy(msgspec.Struct, array_like=True, frozen=True, tag=29):
-    """Offer the live weights to one rank of another worker. Answered with ``PeerCopyOffer``."""
+    """Offer the live weights to one rank of another worker. The answer is ``PeerCopyOffer``."""
 
     id: int
     timeout: float
@@ -164,17 +168,17 @@ class ReceivePeerCopy(msgspec.Struct, array_like=True, frozen=True, tag=30):
 
 
 class CancelCopy(msgspec.Struct, array_like=True, frozen=True, tag=31):
-    """Stop what these have started: SendPeerCopy, ReceivePeerCopy, KeepWeights, RestoreWeights."""
+    """Stop running SendPeerCopy, ReceivePeerCopy, KeepWeights and RestoreWeights requests."""
 
 
 class Rejoin(msgspec.Struct, array_like=True, frozen=True, tag=32):
-    """Give up everything up to this ``id`` and say ``RankHello``: the connection was broken."""
+    """Give up all requests up to this ``id`` and send ``RankHello``, as the connection broke."""
 
     id: int
 
 
 class KeepWeights(msgspec.Struct, array_like=True, frozen=True, tag=33):
-    """Copy the live weights to the memory of the host. Answered with the number of bytes.
+    """Copy the live weights to the memory of the host. The answer is the number of bytes.
 
     version: the version of the weights.
     """
@@ -186,7 +190,7 @@ class KeepWeights(msgspec.Struct, array_like=True, frozen=True, tag=33):
 class RestoreWeights(msgspec.Struct, array_like=True, frozen=True, tag=34):
     """Load the weights of ``version`` that a process of this rank has kept on this host.
 
-    Answered with True, or with False if they are not kept there.
+    The answer is True, or False if the weights are not kept there.
     """
 
     id: int
@@ -195,7 +199,7 @@ class RestoreWeights(msgspec.Struct, array_like=True, frozen=True, tag=34):
 
 
 class LiveChecksums(msgspec.Struct, array_like=True, frozen=True, tag=35):
-    """The answer to ``AskChecksums`` ``id``: the shards of all ranks."""
+    """The answer to ``AskChecksums`` with this ``id``: the shards of all ranks."""
 
     id: int
     shards: list[Shard] = []
@@ -225,11 +229,11 @@ ToRank = (
 class RankHello(msgspec.Struct, array_like=True, frozen=True, tag=40):
     """The first message of a rank, or of a sender in another process, on every connection.
 
-    The driver answers a sender with ``SenderAccepted``. A sender sends it again later to find out
-    whether the driver is still there.
+    The driver answers a sender with ``SenderAccepted``. A sender sends this message again later to
+    find out whether the driver still runs.
 
     connection: number of connections that the rank had before.
-    dirty: the rank gave up an update when some of its live weights were new already.
+    dirty: whether the rank gave up an update after some of its live weights had changed.
     """
 
     settings: RankSettings
@@ -238,7 +242,7 @@ class RankHello(msgspec.Struct, array_like=True, frozen=True, tag=40):
 
 
 class RankAnswer(msgspec.Struct, array_like=True, frozen=True, tag=41):
-    """The answer to request ``id``. ``body``: msgpack of a type that ``phase`` selects."""
+    """The answer to request ``id``. ``body`` is msgpack of a type that ``phase`` determines."""
 
     id: int
     phase: str
@@ -249,9 +253,9 @@ class RankAnswer(msgspec.Struct, array_like=True, frozen=True, tag=41):
 class Propose(msgspec.Struct, array_like=True, frozen=True, tag=42):
     """A sender in another process requests an update of every worker.
 
-    timeout, drain_timeout: seconds.
-    waited: seconds of ``timeout`` that have passed since the caller called.
-    wait: wait for an update that runs, instead of raising ``UpdateInProgress``.
+    timeout, drain_timeout: time limits in seconds, see ``Client.update_weights``.
+    waited: seconds of ``timeout`` that have passed before this message was sent.
+    wait: whether to wait for a running update, instead of failing with ``UpdateInProgress``.
     same_version: see ``UpdateRequest``.
     """
 
@@ -270,7 +274,7 @@ class Propose(msgspec.Struct, array_like=True, frozen=True, tag=42):
 
 
 class Withdraw(msgspec.Struct, array_like=True, frozen=True, tag=43):
-    """The sender cancels its update ``id``. The driver still answers with ``Proposed``."""
+    """The sender cancels its update ``id``. The driver still answers it with ``Proposed``."""
 
     id: int
 
@@ -302,9 +306,9 @@ class ModelDescription(msgspec.Struct, array_like=True, frozen=True):
     """The tensors of a loaded model.
 
     tensors: every tensor that the model loads, with the dtype in which it is kept.
-    ignored: names that belong to the architecture and that the model does not keep.
-    tied: the ignored names for which the model uses another tensor, and the name of that tensor.
-    open: the tensors are not known yet. The first update of all tensors determines them.
+    ignored: names of tensors of the architecture that the model does not keep.
+    tied: ignored names for which the model uses another tensor, each with that tensor's name.
+    open: whether the tensors are not known yet. The first update of all tensors determines them.
     """
 
     tensors: list[TensorSpec]
@@ -314,7 +318,11 @@ class ModelDescription(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Prepared(msgspec.Struct, array_like=True, frozen=True):
-    """The answer to ``Prepare``. mode: "full" or "bucketed". room: bytes free for staging."""
+    """The answer to ``Prepare``.
+
+    mode: "full" or "bucketed".
+    room: bytes of free memory for staging.
+    """
 
     mode: str
     room: int
@@ -332,7 +340,7 @@ class SentStage(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Committed(msgspec.Struct, array_like=True, frozen=True):
-    """The answer to ``Commit``. pause_ms: milliseconds in which no step could run."""
+    """The answer to ``Commit``. No step could run for ``pause_ms`` milliseconds."""
 
     pause_ms: float
 
@@ -340,7 +348,8 @@ class Committed(msgspec.Struct, array_like=True, frozen=True):
 class Shard(msgspec.Struct, array_like=True, frozen=True):
     """The part of a tensor that one rank keeps, and its checksum.
 
-    offset, size, stride: in elements of the whole contiguous tensor, as for ``torch.as_strided``.
+    offset, size, stride: the arguments of ``torch.as_strided`` that return this part of the whole
+        contiguous tensor, in elements.
     """
 
     name: str
