@@ -1,10 +1,11 @@
-"""Advantages and losses for policy gradients: plain functions of torch tensors.
+"""Advantages and losses for policy gradients, as plain functions of torch tensors.
 
 The docstrings cite the papers. These functions suffice for a short trainer
-(``examples/grpo.py``); they are not a training framework.
+(``examples/grpo.py``). They are not a training framework.
 
-Tensors are [b, t]: b trajectories with t tokens each, in the layout of ``sglrl.rollouts.stack``.
-The value at a token belongs to this token. Everything is computed in float32.
+Tensors are [b, t], for b trajectories with t tokens each, in the layout of
+``sglrl.rollouts.stack``. The value at a token belongs to this token. Everything is computed in at
+least float32.
 """
 
 from .advantages import group_advantages, has_signal, leave_one_out, turn_advantages

@@ -1,4 +1,4 @@
-"""Compute advantages: how much better a sample is than the other samples of its prompt."""
+"""Compute advantages, which measure how much better a sample is than others of its prompt."""
 
 from __future__ import annotations
 
@@ -24,16 +24,17 @@ def group_advantages(rewards: Any, *, normalize: bool = True, epsilon: float = 1
     This is the advantage of GRPO, section 4.1.2 of arXiv:2402.03300.
 
     Args:
-        rewards: [n] of one group, or [g, n] of g groups; tensor, array or sequence.
-        normalize: False omits the division, which gives more weight to groups whose rewards differ
-            little: Dr. GRPO, arXiv:2503.20783.
-        epsilon: added to the standard deviation (which divides by n, not n - 1).
+        rewards: the rewards of one group, [n], or of g groups, [g, n], as a tensor, an array or a
+            sequence.
+        normalize: whether to divide by the standard deviation. The division gives more weight to
+            groups whose rewards differ little. Dr. GRPO omits it (arXiv:2503.20783).
+        epsilon: a number that is added to the standard deviation (which divides by n, not n - 1).
 
     Returns:
         float32, of the same shape. All 0 in a group whose rewards are equal.
 
     Raises:
-        UsageError: wrong shape.
+        UsageError: the rewards have a wrong shape.
     """
     centred = _centred(_groups(rewards, 1))
     if normalize:
@@ -51,25 +52,26 @@ def turn_advantages(
 ) -> Tensor:
     """Return one advantage per turn, for conversations whose turns are rewarded separately.
 
-    The return of a turn is the sum of its reward and the rewards of all later turns. Its advantage
-    is (return - mean) / standard deviation, over the turns with the same index in its group.
-    Rewards of earlier turns have no effect. arXiv:2505.11821 reports what happens to agents if all
-    turns share the advantage of their trajectory. For groups of single turns, the result is that
-    of ``group_advantages``.
+    The return of a turn is the sum of its reward and the rewards of all later turns. The advantage
+    of a turn is (return - mean) / standard deviation, where both are computed over the turns with
+    the same index in its group. Rewards of earlier turns have no effect. arXiv:2505.11821 reports
+    the effect on agents if all turns share the advantage of their trajectory. If all trajectories
+    have a single turn, the result is the same as for ``group_advantages``.
 
     Args:
         rewards: float [b, t], in the layout of ``sglrl.rollouts.stack``, with either padding. The
-            trajectories of a group are adjacent. A branch is a row of its own.
-        turn_ids: int64 [b, t], in the same layout.
-        group_sizes: number of rows of each group: ``len(group.trajectories)`` without branches.
+            trajectories of a group are adjacent. Each branch has its own row.
+        turn_ids: int64 [b, t], the index of each token's turn, in the same layout.
+        group_sizes: number of rows of each group. Without branches, this is
+            ``len(group.trajectories)``.
         normalize, epsilon: as in ``group_advantages``.
 
     Returns:
-        float32 [b, t]: the turn's advantage at each of its tokens, 0 elsewhere. All 0 for a turn
-        that only one trajectory of its group has reached.
+        float32 [b, t]: the turn's advantage at each of its tokens, and 0 elsewhere. The advantage
+        is 0 for a turn that only one trajectory of its group has reached.
 
     Raises:
-        UsageError: wrong shapes, or group sizes whose sum is not the batch size.
+        UsageError: shapes are wrong, or the sum of the group sizes is not the batch size.
     """
     if rewards.dim() != 2 or rewards.shape != turn_ids.shape:
         raise UsageError(
@@ -94,7 +96,7 @@ def turn_advantages(
             return (values.new_zeros(len(count)).index_add(0, members, values) / count)[members]
 
         values = returns[there].gather(1, tokens[there].int().argmax(-1, keepdim=True)).squeeze(1)
-        # Equal rewards must give exactly 0, as in ``_centred``. Members are sorted by group, so
+        # Equal returns must give exactly 0, as in ``_centred``. Members are sorted by group, so
         # this finds the first member of each member's group.
         first = torch.searchsorted(members, members)
         differ = mean((values != values[first]).double()) > 0
@@ -108,7 +110,7 @@ def turn_advantages(
 def leave_one_out(rewards: Any) -> Tensor:
     """Return each reward minus the mean of the *other* rewards of its group.
 
-    This baseline does not depend on the sample itself: RLOO, arXiv:2402.14740.
+    This is RLOO (arXiv:2402.14740), whose baseline does not depend on the sample itself.
 
     Args:
         rewards: as in ``group_advantages``.
@@ -117,7 +119,7 @@ def leave_one_out(rewards: Any) -> Tensor:
         float32, of the same shape. All 0 in a group whose rewards are equal.
 
     Raises:
-        UsageError: wrong shape, or groups of one.
+        UsageError: the rewards have a wrong shape, or a group has only one reward.
     """
     values = _groups(rewards, 2)
     n = values.shape[-1]
@@ -127,8 +129,8 @@ def leave_one_out(rewards: Any) -> Tensor:
 def has_signal(group: HasRewards) -> bool:
     """Return whether the rewards of a group differ. Usage: ``sglrl.rollout(keep=has_signal)``.
 
-    If all rewards are equal, all advantages are 0, and another group is more useful in the batch:
-    DAPO's dynamic sampling, arXiv:2503.14476, section 3.2.
+    If all rewards are equal, all advantages are 0, and another group is more useful in the batch.
+    This is the dynamic sampling of DAPO (arXiv:2503.14476, section 3.2).
 
     Raises:
         UsageError: the argument has no rewards.

@@ -1,4 +1,4 @@
-"""Policy gradient losses over tokens, and the functions they consist of."""
+"""Policy gradient losses over tokens, and the functions that they use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ..errors import UsageError
 Average = Literal["tokens", "sequences"] | int
 
 _MAX_LOG_RATIO: Final = 60.0
-"""Bound of log ratios. exp(60) is 1e26: far below float32's maximum and far above useful ratios."""
+"""Upper bound of log ratios. exp(60) is 1e26, far below the maximum of float32 and far above useful
+ratios."""
 
 
 class PolicyStats(NamedTuple):
@@ -33,15 +34,15 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     """Return the logprob of each token given the tokens before it.
 
     Args:
-        logits: [b, t, v], the output of a causal model: position i predicts token i + 1.
-        ids: int64 [b, t].
+        logits: [b, t, v], the output of a causal model, in which position i predicts token i + 1.
+        ids: int64 [b, t], the tokens.
 
     Returns:
         float32 [b, t], each value at the position of its token. The value of the first token is 0,
         because no logits predict it.
 
     Raises:
-        UsageError: wrong shapes.
+        UsageError: shapes are wrong.
     """
     if logits.dim() != 3 or logits.shape[:2] != ids.shape:
         raise UsageError(
@@ -56,18 +57,19 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
 def apply_sampling_mask(logits: Tensor, mask_ids: Tensor, mask_lengths: Tensor) -> Tensor:
     """Return the logits with -inf for the tokens that could not be drawn.
 
-    With logits over the sampling temperature, ``token_logprobs`` of the result are the logprobs of
-    the distribution that the tokens were drawn from ("processed_logprobs"). Without the mask, the
-    policy that is trained is not the one that sampled, if top-p, top-k or min-p limit it.
+    First divide the logits by the sampling temperature. ``token_logprobs`` of the result are then
+    the logprobs of the distribution from which the tokens were drawn ("processed_logprobs"). If
+    top-p, top-k or min-p limit sampling and the mask is not applied, the trained policy differs
+    from the policy that sampled.
 
     Args:
         logits: [b, t, v], as in ``token_logprobs``.
         mask_ids: int64 [b, m], padded with -1, from ``sglrl.rollouts.stack``.
-        mask_lengths: int64 [b, t], from ``stack`` too. Where it is 0, the logits of the token do
-            not change.
+        mask_lengths: int64 [b, t], also from ``stack``. If it is 0 for a token, the logits of the
+            token do not change.
 
     Raises:
-        UsageError: wrong shapes, or ids and lengths do not belong together.
+        UsageError: shapes are wrong, or ids and lengths do not belong together.
     """
     if logits.dim() != 3 or logits.shape[:2] != mask_lengths.shape:
         raise UsageError(
@@ -78,7 +80,7 @@ def apply_sampling_mask(logits: Tensor, mask_ids: Tensor, mask_lengths: Tensor) 
     ids = mask_ids[mask_ids >= 0]
     if len(ids) != int(lengths.sum()) or mask_lengths[:, :1].any():
         raise UsageError("mask_ids and mask_lengths do not belong together")
-    # The logits of a token are those of the position before it, in the same row.
+    # The logits of a token are at the position before it, in the same row.
     rows = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths) - 1
     out = torch.nn.functional.pad(mask_lengths[:, 1:] > 0, (0, 1)).flatten()[:, None]
     out = out.repeat(1, logits.shape[2]).index_put((rows, ids), out.new_tensor(False))
@@ -95,7 +97,7 @@ def token_entropies(logits: Tensor) -> Tensor:
         float32 [b, t], each value at the position of its token. The value of the first token is 0.
 
     Raises:
-        UsageError: wrong shape.
+        UsageError: the logits have a wrong shape.
     """
     if logits.dim() != 3:
         raise UsageError(f"logits must be [b, t, v], got {list(logits.shape)}")
@@ -109,16 +111,16 @@ def importance_ratios(logprobs: Tensor, behavior: Tensor, mask: Tensor) -> Tenso
     """Return the ratio of each token's probabilities under the trained and the sampling policy.
 
     Args:
-        logprobs: [b, t], of the trained policy.
-        behavior: [b, t], of the policy that sampled the tokens.
-        mask: bool [b, t].
+        logprobs: [b, t], the logprobs of the trained policy.
+        behavior: [b, t], the logprobs of the policy that sampled the tokens.
+        mask: bool [b, t], the tokens that count.
 
     Returns:
-        [b, t], float32 (float64 for float64 inputs). 1 where ``mask`` is False.
+        [b, t], float32 (float64 for float64 inputs). The ratio is 1 where ``mask`` is False.
     """
     _same_shape(logprobs, behavior=behavior, mask=mask)
     # Mask before the exponential, so that values in the padding do not become inf or NaN. Bound
-    # the ratio, because inf times 0 (an advantage, or the gradient of a clipped token) is NaN.
+    # the ratio, because inf times 0 is NaN. Advantages and gradients of clipped tokens can be 0.
     difference = (_wide(logprobs) - _wide(behavior)).masked_fill(~mask, 0.0)
     return difference.clamp(max=_MAX_LOG_RATIO).exp()
 
@@ -137,24 +139,24 @@ def policy_loss(
     """Return the clipped surrogate of PPO (arXiv:1707.06347, equation 7) as a loss.
 
     Args:
-        logprobs: [b, t], of the trained policy; has a gradient.
-        old_logprobs: [b, t], of the policy that the clip is relative to. Usually this is the policy
-            that sampled: ``logprobs`` of the trajectories.
-        advantages: [b], the same for all tokens of a trajectory (GRPO), or [b, t].
-        mask: bool [b, t]: the tokens that count, ``loss_mask``.
+        logprobs: [b, t], the logprobs of the trained policy, with a gradient.
+        old_logprobs: [b, t], the logprobs of the policy to which the clip is relative. Usually this
+            policy sampled the tokens, and these are the ``logprobs`` of the trajectories.
+        advantages: [b], equal for all tokens of a trajectory (GRPO), or [b, t].
+        mask: bool [b, t], the tokens that count. Pass ``loss_mask``.
         clip: how far the ratio may be below and above 1. The upper bound is larger, so that
             unlikely tokens can become likely (DAPO, arXiv:2503.14476). None: no clip.
-        behavior: [b, t], logprobs of the policies that sampled. Give this if ``old_logprobs`` are
-            of a different policy, closer to the trained policy. Each token is then weighted by
-            old / behavior: the decoupled loss of AReaL, arXiv:2505.24298.
-        behavior_cap: upper bound of that weight.
+        behavior: [b, t], the logprobs of the policies that sampled. Pass this if ``old_logprobs``
+            are of another policy, which is closer to the trained policy. Each token is then
+            weighted by old / behavior, as in the decoupled loss of AReaL (arXiv:2505.24298).
+        behavior_cap: upper bound of this weight.
         average: see ``masked_mean``.
 
     Returns:
         The loss, a scalar to be minimised, and statistics.
 
     Raises:
-        UsageError: wrong shapes.
+        UsageError: shapes are wrong.
     """
     if advantages.shape == logprobs.shape[:1]:
         advantages = advantages[:, None].expand_as(logprobs)
@@ -191,7 +193,7 @@ def reinforce_loss(
         logprobs, advantages, mask, average: as in ``policy_loss``.
 
     Raises:
-        UsageError: wrong shapes.
+        UsageError: shapes are wrong.
     """
     if advantages.shape == logprobs.shape[:1]:
         advantages = advantages[:, None].expand_as(logprobs)
@@ -202,16 +204,17 @@ def reinforce_loss(
 
 
 def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return [b, t]: an estimate of KL(policy || reference) for each token the policy sampled.
+    """Return an estimate of KL(policy || reference), [b, t], for each token the policy sampled.
 
-    The estimate is never negative and is unbiased: "k3" of
+    The estimate is unbiased and never negative. It is "k3" of
     http://joschu.net/blog/kl-approx.html.
 
     Args:
-        logprobs: [b, t], of the policy.
-        reference: [b, t], logprobs of the reference.
-        mask: bool [b, t]; the result is 0 where this is False. Needed if the estimate is part of a
-            loss: ``masked_mean`` ignores values in the padding, but not NaN in their gradients.
+        logprobs: [b, t], the logprobs of the policy.
+        reference: [b, t], the logprobs of the reference policy.
+        mask: bool [b, t], the tokens that count. Elsewhere the result is 0. Pass it if the estimate
+            is part of a loss, because ``masked_mean`` ignores values in the padding, but not NaN in
+            their gradients.
     """
     _same_shape(logprobs, reference=reference)
     difference = _wide(reference) - _wide(logprobs)
@@ -222,16 +225,18 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor | None = None)
 
 
 def masked_mean(values: Tensor, mask: Tensor, average: Average = "tokens") -> Tensor:
-    """Return a scalar: the mean of [b, t] values over the unmasked tokens.
+    """Return the mean of [b, t] values over the unmasked tokens, as a scalar.
 
     Args:
+        values: [b, t], the values.
+        mask: bool [b, t], the tokens that count.
         average: "tokens": the mean over all unmasked tokens, with equal weights (DAPO).
-            "sequences": first the mean within each trajectory, then over the trajectories with
-            unmasked tokens (GRPO); tokens of long trajectories weigh less. A number: the sum
-            divided by b times this number, for any lengths (Dr. GRPO).
+            "sequences": the mean within each trajectory, then the mean over the trajectories with
+            unmasked tokens (GRPO). Tokens of long trajectories then weigh less. A number: the sum
+            divided by b times this number, whatever the lengths are (Dr. GRPO).
 
     Raises:
-        UsageError: wrong shapes, or an unknown ``average``.
+        UsageError: shapes are wrong, or ``average`` is unknown.
     """
     _same_shape(values, mask=mask)
     kept = _wide(values).masked_fill(~mask, 0.0)
