@@ -25,3 +25,17 @@ def test_one_short_step_is_not_the_shortest() -> None:
     clock.add(0.01)
     clock.add(0.01)
     assert clock.shortest == 0.01
+
+
+def test_idle_time_belongs_to_no_step() -> None:
+    clock = StepClock()
+    for now in (10.0, 10.02, 10.05):
+        clock.launch(now)
+    assert clock.mean == pytest.approx(0.02 + 0.01 / 4)
+    assert clock.recent == pytest.approx(0.02)
+    clock.idle()
+    clock.launch(20.0)
+    assert clock.mean == pytest.approx(0.02 + 0.01 / 4)
+    assert clock.recent == pytest.approx(0.03)
+    clock.launch(20.01)
+    assert clock.recent == pytest.approx(0.01)

@@ -9,6 +9,8 @@ from sglrl.wire.engine import RATE_SECONDS
 
 _STEPS: Final = 4
 """Number of steps in which the mean follows a change."""
+_LONGEST: Final = 0.1
+"""Seconds. Upper limit of ``StepClock.recent``: a longer time between launches was idle time."""
 _SLICES: Final = 20
 """Parts of the window. The tokens of one part are counted together."""
 
@@ -16,15 +18,41 @@ _SLICES: Final = 20
 class StepClock:
     """The mean and the shortest duration of steps.
 
+    An engine whose steps block calls ``add``. An engine that launches steps ahead calls ``launch``
+    and ``idle``.
+
     Attributes:
         mean: the mean duration of the latest steps in seconds; 0 before the first step.
         shortest: the smallest value that no step exceeded in two steps in a row; 0 before the
             second step. A single short step does not count: an engine that launches steps ahead
             launches two at once after a pause.
+        recent: seconds between the last launches: the shorter one of the last two intervals,
+            because one of the two may have been a prefill. While weights are received, steps take
+            1.5 times as long.
     """
 
     def __init__(self) -> None:
         self.mean = self.shortest = self._last = 0.0
+        self.recent = self._interval = self._launched = 0.0
+        self._idle = True
+        """Whether the engine has been idle since the last step was launched."""
+
+    def idle(self) -> None:
+        """Record that the engine has no step to launch."""
+        self._idle = True
+
+    def launch(self, now: float) -> None:
+        """Record the launch of a step. The step before it has ended, unless the engine was idle.
+
+        Args:
+            now: time in seconds, on any monotonic clock.
+        """
+        seconds = now - self._launched
+        if not self._idle:
+            self.add(seconds)
+        self._idle, self._launched = False, now
+        interval = min(seconds, _LONGEST)
+        self.recent, self._interval = min(interval, self._interval), interval
 
     def add(self, seconds: float) -> None:
         """Record one step."""

@@ -11,12 +11,45 @@ from __future__ import annotations
 from array import array
 from typing import Any
 
+from .commands import Resume
 
-def begin(request: Any, ids: array[int]) -> None:
-    """Mark a request as one that has already sent ``ids``.
 
-    The request comes fresh from SGLang's constructor.
-    """
+class Resumes:
+    """The requests that another worker has begun, until SGLang queues them."""
+
+    def __init__(self) -> None:
+        self._announced: dict[str, Resume] = {}
+        """Commands whose requests have not arrived, by the id of the request."""
+        self._entering: set[str] = set()
+        """Ids of requests that have begun, and that SGLang has not queued."""
+
+    def announce(self, command: Resume) -> None:
+        """Keep a command until ``begin`` gets its request."""
+        self._announced[command.rid] = command
+
+    def begin(self, request: Any) -> None:
+        """Give a request that was announced the tokens that it has already sent.
+
+        The request comes fresh from SGLang's constructor.
+        """
+        command = self._announced.pop(request.rid, None)
+        if command is not None:
+            _begin(request, command.ids)
+            self._entering.add(request.rid)
+
+    def enter(self, request: Any) -> None:
+        """Prepare a request that SGLang is about to queue, if it is resumed."""
+        if request.rid in self._entering:
+            self._entering.discard(request.rid)
+            if not request.finished():
+                _enter(request)
+
+    def discard(self, rid: str) -> None:
+        """Forget a request that ends before SGLang queues it."""
+        self._entering.discard(rid)
+
+
+def _begin(request: Any, ids: array[int]) -> None:
     count = len(ids)
     request.output_ids = array("q", ids)
     request.send_token_offset = count
@@ -33,8 +66,8 @@ def begin(request: Any, ids: array[int]) -> None:
         request.send_output_token_logprobs_offset = count
 
 
-def enter(request: Any) -> None:
-    """Prepare a resumed request that SGLang is about to queue.
+def _enter(request: Any) -> None:
+    """Set up the grammar and the logprobs of a resumed request.
 
     Advance its grammar, if any, to the end of the output. Request logprobs from there on. If the
     grammar rejects the output, the request ends with an error, like a request whose grammar cannot

@@ -34,7 +34,7 @@ from sglrl.wire.calls import Heartbeat
 
 from ..loop import IDLE_WAIT
 from ..speed import StepClock
-from . import compat, resume
+from . import compat
 from .accelerations.queries import Queries, is_query
 from .adapter import Adapter
 from .commands import (
@@ -50,13 +50,11 @@ from .commands import (
 from .no_tokenizer import NoTokenizer
 from .patches import logit_processors, routed_experts, sampling_reports, score_temperature
 from .patches.undrawable_tokens import end_undrawable
+from .resume import Resumes
 from .sleep import Sleep
 from .weights import SglangWeights
 
 logger = logging.getLogger("sglrl.worker")
-
-_LONGEST_STEP = 0.1
-"""Seconds. Upper limit for a measured step: a longer time between launches was idle time."""
 
 
 def max_tokens(max_req_len: int, kv_cache_tokens: int, page_size: int) -> int:
@@ -111,19 +109,9 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         """The number of changes of the weights. Two changes may have the same version."""
         self.sglrl_adapters: Any = None
         """The ``lora.Adapters`` of this rank; None if the engine takes no adapters."""
-        self.sglrl_step_seconds = 0.0
-        """Duration of a decode step: the shorter one of the last two steps.
-
-        One of the two may have been a prefill. While weights are received, steps take 1.5 times as
-        long.
-        """
         self.sglrl_steps = StepClock()
         """Counts all steps, prefills included, as long as the engine is not idle."""
         self.sglrl_request_steps = 0
-        self._sglrl_idle = True
-        """Whether the engine has been idle since the last step was launched."""
-        self._sglrl_last_step = 0.0
-        self._sglrl_launched = 0.0
         self._sglrl_processed: tuple[int, Mapping[str, int]] = 0, {}
         """The versions of the last processed results."""
         self.sglrl_preempted = 0
@@ -135,9 +123,8 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self._sglrl_last_ended = 0
         """Launch number of the last step whose results were processed."""
         self._sglrl_updating = False
-        self._sglrl_resumes: dict[str, Resume] = {}
+        self._sglrl_resumes = Resumes()
         self._sglrl_reports: dict[str, Report] = {}
-        self._sglrl_entering: set[str] = set()
         super().__init__(*args)
         # SGLang's own limit is five tokens less than it can generate after a shorter prompt, so
         # outputs of full length could not be scored. It also ignores the number of pages.
@@ -179,14 +166,14 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         """
         if self.sglrl_adapter is not None and not self.sglrl_adapter.pending:
             self.sglrl_adapter.mailbox.wait(IDLE_WAIT)
-            self._sglrl_idle = True
+            self.sglrl_steps.idle()
 
     def process_input_requests(self, recv_reqs: list[Any]) -> None:
         theirs: list[Any] = []
         for request in recv_reqs:
             match request:
                 case Resume():
-                    self._sglrl_resumes[request.rid] = request
+                    self._sglrl_resumes.announce(request)
                 case Report():
                     self._sglrl_reports[request.rid] = request
                 case WeightCommand():
@@ -305,7 +292,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             # and return the tokens that it samples after that prompt.
             queue.remove(request)
             request.grammar.cancel()
-            self._sglrl_entering.discard(request.rid)
+            self._sglrl_resumes.discard(request.rid)
             self.ipc_channels.send_to_tokenizer.send_output(AbortReq(rid=request.rid), request)
         super().abort_request(recv_req)
 
@@ -316,29 +303,16 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         report = self._sglrl_reports.pop(req.rid, None)
         if report is not None:
             sampling_reports.ask(req, report)
-        begun = self._sglrl_resumes.pop(req.rid, None)
-        if begun is not None:
-            resume.begin(req, begun.ids)
-            self._sglrl_entering.add(req.rid)
+        self._sglrl_resumes.begin(req)
 
     def _add_request_to_queue(self, req: Any, is_retracted: bool = False, **kwargs: Any) -> None:
         if is_retracted:
             self.sglrl_preempted += 1
-        if req.rid in self._sglrl_entering:
-            self._sglrl_entering.discard(req.rid)
-            if not req.finished():
-                resume.enter(req)
+        self._sglrl_resumes.enter(req)
         super()._add_request_to_queue(req, is_retracted, **kwargs)
 
     def run_batch(self, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        now = time.monotonic()
-        if not self._sglrl_idle:
-            self.sglrl_steps.add(now - self._sglrl_launched)
-        self._sglrl_idle = False
-        took = min(now - self._sglrl_launched, _LONGEST_STEP)
-        self._sglrl_launched = now
-        self.sglrl_step_seconds = min(took, self._sglrl_last_step)
-        self._sglrl_last_step = took
+        self.sglrl_steps.launch(time.monotonic())
         self._sglrl_launches += 1
         self.sglrl_request_steps += len(batch.reqs)
         if self.sglrl_weights is not None:

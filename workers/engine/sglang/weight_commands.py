@@ -77,7 +77,7 @@ class WeightCommands:
         if not self._expected.is_set():
             return
         if scheduler.enable_overlap and scheduler.last_batch is not None:
-            self._arrived.wait(max(0.0, scheduler.sglrl_step_seconds - _LAUNCH_SECONDS))
+            self._arrived.wait(max(0.0, scheduler.sglrl_steps.recent - _LAUNCH_SECONDS))
             due, now = self._due, time.monotonic()
             if due is not None and due - now < _REST_SECONDS and not self._arrived.is_set():
                 self._due = None

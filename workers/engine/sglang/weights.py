@@ -44,7 +44,7 @@ class SglangWeights:
             self._scheduler.sglrl_adapter.draining.commands.expect(seconds if exchanged else None)
 
     def step_seconds(self) -> float:
-        return float(self._scheduler.sglrl_step_seconds)
+        return float(self._scheduler.sglrl_steps.recent)
 
     def forget(self) -> None:
         self._ready = None
