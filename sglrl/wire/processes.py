@@ -96,6 +96,9 @@ class PoolEntry(msgspec.Struct, frozen=True, kw_only=True):
         # The address and the keys hold secrets.
         return "<PoolEntry>"
 
+    def __rich_repr__(self) -> list[tuple[str, str]]:
+        return []
+
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     """One worker process.

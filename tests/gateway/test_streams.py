@@ -56,7 +56,7 @@ async def streamed(
         found = box.encode_texts([turn.prompt])[0] if isinstance(turn.prompt, str) else turn.prompt
         spec: Any = SimpleNamespace(
             requests=SimpleNamespace(decode=box.decode),
-            lora="",
+            options=SimpleNamespace(lora=None),
             prepare=lambda values: SimpleNamespace(params=SamplingParams(**values)),
             known_ids=np.array(found, "<i4").tobytes(),
         )

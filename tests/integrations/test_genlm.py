@@ -343,7 +343,7 @@ def test_new_weights_end_what_may_be_shared(
         fake.pause()
         old = asyncio.ensure_future(model.next_token_logprobs([1]))
         await asyncio.to_thread(asked.wait, 1)
-        weights._versions.current = 1
+        weights.versions.current = 1
         for told in list(weights.on_version):
             fake.loop.call_soon_threadsafe(told)
         new = asyncio.ensure_future(model.next_token_logprobs([1]))

@@ -69,6 +69,6 @@ async def until(condition: Callable[[], Any]) -> Any:
 def new_weights(client: sglrl.Client) -> None:
     """Raise the version as an update does. Tokens still have the version of the fake engine."""
     weights = client.pool.weights
-    weights._versions.current += 1
+    weights.versions.current += 1
     for listener in list(weights.on_version):
         listener()

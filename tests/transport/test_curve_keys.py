@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from zmq.utils import z85
 
 from sglrl.errors import InvalidKeys, UsageError
-from sglrl.rollouts.agent_messages import Settings
 from sglrl.transport.curve_keys import (
     add_client,
     is_key,
@@ -23,7 +22,7 @@ from sglrl.transport.curve_keys import (
     read_client_keys,
     read_driver_keys,
 )
-from sglrl.wire.processes import ActorSpec, WorkerSpec
+from sglrl.wire.processes import ActorSpec, PoolEntry, WorkerSpec
 
 
 @pytest.fixture
@@ -64,24 +63,17 @@ def test_keys_do_not_show_their_secret(folder: Path) -> None:
     spec = WorkerSpec(
         index=0, identity=b"0", address="ipc://x", max_message_bytes=1, body=body, keys=client
     )
-    settings = Settings(
-        driver=1,
-        max_message_bytes=1,
+    entry = PoolEntry(
         address="tcp://x:1#token",
         keys=client,
         insecure=False,
         heartbeat_timeout=30.0,
-        model="m",
-        call_timeout=None,
-        agent=type,
-        timeout=None,
-        max_staleness=None,
-        sampling=None,
-        values={},
+        max_message_bytes=1,
     )
-    assert repr(settings) == "<Settings of a run with m>"
+    assert repr(entry) == "<PoolEntry>"
     shown = io.StringIO()
-    rich.print(driver, client, spec, file=shown)
+    rich.print(driver, client, spec, entry, file=shown)
+    assert "token" not in shown.getvalue()
     for text in (
         repr(driver),
         repr(client),

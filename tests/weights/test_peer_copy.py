@@ -23,8 +23,8 @@ LIMIT = 300.0
 LONG = 1000.0
 
 
-class Engine:
-    """The parts of an engine that a peer copy needs.
+class LiveWeights:
+    """The parts of an engine's live weights that a peer copy needs.
 
     Attributes:
         readers: number of threads that are reading the weights.
@@ -35,9 +35,8 @@ class Engine:
     def __init__(self, value: float) -> None:
         self.tensor = torch.full((1000,), value)
         self.readers = 0
-        self.version: int | None = None
 
-    def live(self) -> dict[str, torch.Tensor]:
+    def tensors(self) -> dict[str, torch.Tensor]:
         return {"w": self.tensor}
 
     @contextlib.contextmanager
@@ -47,6 +46,14 @@ class Engine:
             yield
         finally:
             self.readers -= 1
+
+
+class Engine:
+    """The parts of an engine that a peer copy needs."""
+
+    def __init__(self, value: float) -> None:
+        self.live = LiveWeights(value)
+        self.version: int | None = None
 
     def hold(self, update: int, inflight: str) -> None:
         pass
@@ -101,7 +108,7 @@ def test_a_sender_is_released_when_its_receiver_is_lost(how_far: str) -> None:
         connect_store(offer.host, offer.port, LIMIT).set(peer_copy._ARRIVED, "")
     sender.peer_copy.cancel()
     assert sender.ends()
-    assert sender.engine.readers == 0
+    assert sender.engine.live.readers == 0
 
 
 def test_a_sender_that_was_released_gives_again() -> None:
@@ -110,7 +117,7 @@ def test_a_sender_that_was_released_gives_again() -> None:
     sender.peer_copy.cancel()
     receiver.peer_copy.receive(ReceivePeerCopy(2, 7, sender.offer(), LONG))
     receiver.answer()
-    assert torch.equal(receiver.engine.tensor, sender.engine.tensor)
+    assert torch.equal(receiver.engine.live.tensor, sender.engine.live.tensor)
     assert receiver.engine.version == 7
     assert sender.ends()
     assert receiver.ends()
@@ -130,7 +137,7 @@ def test_weights_are_given_whatever_the_system_says_of_autogroups(
     receiver.answer()
     assert sender.ends()
     assert receiver.ends()
-    assert torch.equal(receiver.engine.tensor, sender.engine.tensor)
+    assert torch.equal(receiver.engine.live.tensor, sender.engine.live.tensor)
     if content is None:
         assert not file.exists()
     else:
