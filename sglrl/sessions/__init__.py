@@ -1,13 +1,13 @@
-"""One conversation, token in and token out.
+"""One conversation of several turns, kept as the exact tokens that the engine sampled.
 
 * ``session``: ``Session`` samples turns;
 * ``history``: the turns that it has sampled, as a tree;
 * ``observations``: the tokens of observed text and messages;
-* ``options``, ``session_spec``: the arguments of a session, and its prompt;
+* ``options``, ``session_spec``: the options and the prompt of a session;
 * ``continuation``: the text that a chat template adds after the model's own tokens;
-* ``rewards``: what the turns have earned;
+* ``rewards``: the rewards of the turns;
 * ``tools``: runs the tools that the model calls;
-* ``trajectory``, ``turn``: the result, as arrays;
-* ``tensors``, ``trajectory_files``: the result as tensors, and on disk;
-* ``gate``: pauses turns.
+* ``trajectory``, ``turn``: the trajectory, as arrays;
+* ``tensors``, ``trajectory_files``: trajectories as tensors, and in files;
+* ``gate``: makes turns wait while a run is paused.
 """

@@ -1,4 +1,4 @@
-"""The arrays of a trajectory, and the oldest policy versions in them."""
+"""Join and check the arrays of a trajectory, and find the oldest policy versions in them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROUTED_DTYPES: Final = (np.dtype("u1"), np.dtype("<i2"))
 
 
 class Leaf(Protocol):
-    """The parts of a ``Trajectory`` without branches that are read here."""
+    """The properties of a ``Trajectory`` without branches that this module reads."""
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]: ...
@@ -33,7 +33,7 @@ class Leaf(Protocol):
 
 
 def read_only(name: str, values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return ``values`` as a read-only array of this dtype. Copy them only if necessary.
+    """Return ``values`` as a read-only array of this dtype, and copy them only if necessary.
 
     Raises:
         UsageError: the values are not a one-dimensional array, or do not fit the dtype.
@@ -80,7 +80,7 @@ def joined_masks(
 
 
 def routed_stop(path: Sequence[Completion]) -> int:
-    """Return the number of routed experts' rows, from position 0 on, in the turns of a path."""
+    """Return how many tokens of a conversation, from the first one on, have routed experts."""
     stop = 0
     for turn in path:
         rows = turn.routed_rows
@@ -92,13 +92,13 @@ def routed_stop(path: Sequence[Completion]) -> int:
 def joined_rows(path: Sequence[Completion]) -> NDArray[Any] | None:
     """Return the routed experts of a conversation, or None if no turn has any.
 
-    The first row of a position stays.
+    If several turns have a row for the same position, the row of the first turn is used.
 
     Args:
         path: all turns of the conversation, in order.
 
     Returns:
-        uint8 or int16 [n, layers, k], for positions 0 to n.
+        uint8 or int16 [n, layers, k], for the first n tokens.
     """
     parts: list[NDArray[Any]] = []
     stop = 0
@@ -119,7 +119,7 @@ def checked_rows(rows: NDArray[Any] | None, tokens: int) -> NDArray[Any] | None:
     """Return the routed experts of a trajectory of ``tokens`` tokens as a read-only array.
 
     Raises:
-        UsageError: they have another dtype or shape, or there are more rows than tokens.
+        UsageError: the rows have a wrong dtype or shape, or there are more rows than tokens.
     """
     if rows is None:
         return None
@@ -141,8 +141,8 @@ def checked_mask(
     """Return a sampling mask with read-only arrays.
 
     Raises:
-        UsageError: its arrays do not belong together or to the response, or a sampled token is not
-            in its set.
+        UsageError: the arrays of the mask do not match each other or the response, or the set of a
+            position lacks the token that was sampled there.
     """
     if mask is None:
         return None
@@ -191,7 +191,7 @@ def checked_loras(values: Any, sampled: NDArray[np.bool_]) -> NDArray[np.int32] 
     """Return ``Trajectory.lora_versions`` as a read-only array, or None.
 
     Raises:
-        UsageError: the values are not those of the response.
+        UsageError: the values do not match the tokens and the loss mask of the response.
     """
     if values is None:
         return None
@@ -207,7 +207,7 @@ def checked_loras(values: Any, sampled: NDArray[np.bool_]) -> NDArray[np.int32] 
 
 
 def is_consistent(mask: SamplingMask, size: int) -> bool:
-    """Return whether the offsets of a mask are those of ``size`` sets of its ids."""
+    """Return whether the offsets of a mask divide its ids into ``size`` sets."""
     offsets = mask.offsets
     ends = len(offsets) == size + 1 and offsets[0] == 0 and offsets[-1] == len(mask.ids)
     return bool(ends and (np.diff(offsets) >= 0).all())

@@ -1,4 +1,4 @@
-"""Write a file so that no reader ever finds a part of it."""
+"""Write a file so that readers see either its old content or all of its new content."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from typing import BinaryIO
 def new_content(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Return a file whose content replaces that of ``path`` when the block ends.
 
-    The content is written under a temporary name in the same folder. It is renamed when all of it
-    is on disk. If the block raises, or the process is killed, ``path`` keeps its old content.
+    The new content is written to a temporary file in the same folder. The file is renamed when its
+    content is on disk. If the block raises, or the process is killed, ``path`` does not change.
 
     Raises:
         OSError: the folder is not writable. ``path`` is unchanged.

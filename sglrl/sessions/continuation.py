@@ -4,12 +4,12 @@ A template renders whole conversations. Rendering a conversation again gives tex
 that text may differ from the sampled tokens. A session therefore keeps its tokens and appends only
 the text that the template writes after the assistant's answer: the end of the turn, the new
 messages, and the beginning of the next turn. The result is the same conversation only if the
-template does not change the earlier text. This module checks that. If it does, the session
-branches: the prompt of its next turn is the whole conversation, rendered again.
+template does not change the earlier text, which this module checks. If the template changes it, the
+session branches: the prompt of its next turn is the whole conversation, rendered again.
 
-The form of the answer does not matter. A template may trim white space, and a parsed call may have
-other white space or another order of its arguments than the sampled call. The sampled tokens stay.
-A template that removes the thoughts of the answer, or a part of its text, changes it.
+A template may render the answer in another form. It may trim white space, or write the arguments of
+a call in another order. The session still keeps the sampled tokens then. A template that removes
+the reasoning of the answer, or a part of its text, changes the conversation.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from ..errors import InvalidRequest
 from ..inference.prompts import Message
 
 Render = Callable[[Sequence[Message]], str]
-"""Applies the template to messages and returns the text up to the assistant's turn."""
+"""Applies the template to messages and returns the text up to the assistant's next turn."""
 
 _MARK = "\u2063\u2062answer\u2062\u2063"
-"""Marks the answer with invisible operators, which no conversation has and no template trims."""
+"""Stands for the answer in a rendered text: invisible characters that no template trims."""
 _THOUGHT = "\u2063\u2062thought\u2062\u2063"
-"""Marks the reasoning of the answer."""
+"""Stands for the reasoning of the answer in a rendered text."""
 
 
 class Continued(NamedTuple):
-    """How a conversation goes on after the assistant's answer.
+    """The text with which a conversation goes on after the assistant's answer.
 
     Attributes:
-        text: what follows the answer; the whole conversation if it is rewritten.
+        text: the text after the answer, or the whole conversation if ``rewritten`` is True.
         rewritten: whether the template renders earlier text differently.
-        only_form: with ``rewritten``: the template keeps everything that was said, but this text
-            does not show where the answer ends. A renderer may extend the sampled tokens.
+        only_form: True if ``rewritten`` is True only because the end of the answer was not found in
+            the rendered text. A renderer may then still extend the sampled tokens.
     """
 
     text: str
@@ -59,14 +59,14 @@ def continued(
     Args:
         history: the messages before the answer.
         text: the sampled text, without the stop token.
-        answer: the same as a message.
+        answer: the sampled text as a message.
         new: the messages that follow the answer.
-        allow_rewrite: append what the template puts after the answer even if it renders ``history``
-            or the answer differently when ``new`` follows.
-        parsed: the text before the calls, if a renderer has parsed the answer.
+        allow_rewrite: append the template's text after the answer even if the template renders
+            ``history`` or the answer differently when ``new`` follows.
+        parsed: the content before the calls if a renderer has parsed the answer, otherwise None.
 
     Raises:
-        InvalidRequest: the template omits the answer, with ``allow_rewrite``.
+        InvalidRequest: ``allow_rewrite`` is True and the template omits the answer.
     """
     if allow_rewrite:
         whole = render([*history, {"role": "assistant", "content": _MARK}, *new])
@@ -95,10 +95,10 @@ def continued(
 
 
 def _thinks(text: str, answer: Message, parsed: str) -> bool:
-    """Return whether a parsed answer has reasoning, which may be empty.
+    """Return whether a parsed answer has a reasoning block, which may be empty.
 
     Args:
-        text: the sampled text. Reasoning comes before the content.
+        text: the sampled text. A reasoning block comes before the content.
         parsed: the content before the calls.
     """
     begin = _without_space(parsed)

@@ -7,7 +7,7 @@ from typing import Protocol
 
 
 class TimeLimit(Protocol):
-    """The time limit of a task, as ``asyncio.timeout``. Its clock stops while a run is paused."""
+    """The time limit of a task, with the methods of ``asyncio.Timeout`` that ``Gate`` calls."""
 
     def when(self) -> float | None: ...
 
@@ -15,15 +15,15 @@ class TimeLimit(Protocol):
 
 
 class Gate:
-    """A gate that is open or closed, and counts the turns ``inside``."""
+    """A gate that turns pass while it is open. ``inside`` is the number of running turns."""
 
     def __init__(self) -> None:
         self.inside = 0
         self.opening: asyncio.Future[None] | None = None
-        """While the gate is closed: a future that is done when the gate opens; otherwise None.
+        """A future that is done when the gate opens, or None while the gate is open.
 
-        Wait for it without cancelling it. A turn that enters afterwards increments ``inside`` at
-        once.
+        All waiting turns share the future, so none of them may cancel it. A turn that has waited
+        for it must increment ``inside`` without an ``await`` in between.
         """
         self._empty: asyncio.Future[None] | None = None
 
@@ -31,7 +31,7 @@ class Gate:
         """Wait until the gate is open, or ``closed`` is done.
 
         Args:
-            limit: of the task. The time in here does not count.
+            limit: the time limit of the task. Its clock stops during this wait.
         """
         clock = asyncio.get_running_loop().time
         until = None if limit is None else limit.when()
@@ -69,7 +69,7 @@ class Gate:
         """Wait until no turn is inside.
 
         Returns:
-            False if the gate was opened before that.
+            True, or False if the gate opens before all turns have left.
         """
         while self.inside and self.opening is not None:
             if self._empty is None:

@@ -1,4 +1,4 @@
-"""The turns that a session and its forks have sampled: a tree, with messages and rewards."""
+"""The tree of the turns that a session and its forks have sampled, with messages and rewards."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ class Position(NamedTuple):
     """A place in a history, at which a session goes on.
 
     Attributes:
-        last: the turn after which it goes on; ``ROOT``: none.
-        tokens: all tokens up to here, int32 bytes.
-        prompt_bytes: how many bytes of ``tokens`` come before the first turn of its conversation.
-        dialogue: the conversation up to here.
-        begins: the assistant's turn has begun, and nothing of it is sampled.
-        conversation: holds the prompts of the turns before.
+        last: the turn after which the session goes on, or ``ROOT`` before the first turn.
+        tokens: all tokens up to this place, int32 bytes.
+        prompt_bytes: how many bytes of ``tokens`` come before the first turn of the conversation.
+        dialogue: the conversation up to this place.
+        begins: whether this place is at the beginning of a turn of the assistant, before its first
+            sampled token. If False, it is after a sampled turn.
+        conversation: the buffer that holds the prompts of the earlier turns.
     """
 
     last: int
@@ -45,18 +46,18 @@ class Position(NamedTuple):
     conversation: Conversation
 
     def takes_messages(self, promptless: bool) -> bool:
-        """Return whether messages may follow here.
+        """Return whether messages may follow at this place.
 
         Args:
-            promptless: the session has no prompt, so its first observation is one.
+            promptless: whether the session has no prompt, so that its first observation is one.
         """
         return self.dialogue.messages is not None or (promptless and not self.tokens)
 
     def check_messages_first(self, waiting: Sequence[Observation]) -> None:
-        """Raise ``UsageError`` if messages cannot follow here, where the turn has begun.
+        """Raise ``UsageError`` if messages cannot join the prompt of the turn that begins here.
 
         Args:
-            waiting: the observations since the turn has begun.
+            waiting: the observations that were already made at this place.
         """
         if waiting:
             raise UsageError(_TOO_LATE)
@@ -85,11 +86,11 @@ class History:
         self.rewards = Rewards(reward_weights)
         self._tree = TurnTree()
         self._specs: list[SessionSpec] = []
-        """For each turn, that of its session."""
+        """For each turn, the spec of its session."""
         self._dialogues: list[Dialogue] = []
-        """For each turn, the conversation that it ends."""
+        """For each turn, the conversation before its answer."""
         self._said: list[AssistantMessage | None] = []
-        """For each turn, what the renderer has parsed, if there is one."""
+        """For each turn, the message that the renderer has parsed, or None without a renderer."""
 
     def after(self, turn: int) -> Position:
         """Return the place after a turn."""
@@ -111,15 +112,17 @@ class History:
         given: list[Message] | None,
         observed: Sequence[Observation],
     ) -> tuple[Position, list[Observation]]:
-        """Return the place at which a turn goes on that has begun, and the other observations.
+        """Return the place before a turn with its prompt, and the observations after the prompt.
 
-        What is observed before the first turn, and after ``go_back``, belongs to the prompt: an
-        environment is often reset in the agent, after the session was opened. Messages continue
-        the conversation of the place. If an earlier turn ends a part of it, its exact tokens are
-        kept, as by ``Session.rewrite``.
+        Observations before the first turn, and after ``go_back``, belong to the prompt, because
+        agents often reset their environment after the session was opened. Observed messages extend
+        the conversation of ``place``. If the result begins with the messages of an earlier turn,
+        the exact tokens of that turn are kept, as by ``Session.rewrite``.
 
         Args:
-            given: the messages of the conversation; None: the prompt of ``spec``.
+            place: a place at the beginning of a turn.
+            given: the messages of the conversation, or None for the prompt of ``spec``.
+            observed: the observations since the session is at this place.
 
         Raises:
             InvalidRequest: there is no prompt, or the chat template rejects it.
@@ -166,11 +169,11 @@ class History:
         """Add a turn. Return the place after it.
 
         Args:
-            place: where its session went on.
-            spec: of its session.
+            place: the place of the session before the turn.
+            spec: the spec of the session.
             prompt: all tokens before the sampled ones.
-            dialogue: the conversation that it ends.
-            said: the parsed turn, if there is a renderer.
+            dialogue: the conversation before the answer.
+            said: the turn that the renderer has parsed, or None without a renderer.
         """
         held = place.conversation
         if not prompt.startswith(held.tokens):
@@ -193,7 +196,7 @@ class History:
         return Position(turn, prompt + sampled, start, dialogue, False, held)
 
     def find(self, messages: Sequence[Message]) -> int:
-        """Return the turn whose conversation is the longest beginning of messages, or ``ROOT``.
+        """Return the turn whose conversation is the longest prefix of messages, or ``ROOT``.
 
         White space around the content of an assistant's message makes no difference.
         """
@@ -216,7 +219,7 @@ class History:
         return len(self._dialogues[turn].messages or ()) + 1
 
     def messages(self, turn: int) -> list[dict[str, Any]] | None:
-        """Return the conversation up to the end of a turn, or None without messages."""
+        """Return the messages up to the end of a turn, or None if its prompt was not messages."""
         dialogue = self._dialogues[turn]
         if dialogue.messages is None:
             return None
@@ -225,9 +228,10 @@ class History:
         return [*map(dict, dialogue.messages), answer]
 
     def reward(self, last: int, value: RewardValue, name: str, call: str, whole: bool) -> None:
-        """Add a reward to the turn of a call, or else to the turn ``last``.
+        """Add a reward as ``Session.reward`` does.
 
-        See ``Session.reward``.
+        The reward goes to the turn that has the call ``call``, or to the turn ``last`` if ``call``
+        is "".
         """
         turn = last
         if call:
@@ -245,7 +249,7 @@ class History:
         return routed_stop([self.turns[turn] for turn in self.path(place.last)])
 
     def said(self, place: Position) -> AssistantMessage | None:
-        """Return the parsed turn that ends at a place, if there is a renderer."""
+        """Return the parsed turn that ends at a place, or None without a turn or a renderer."""
         return None if place.begins else self._said[place.last]
 
     def end_token(self, turn: int) -> int | None:
@@ -254,14 +258,15 @@ class History:
             return None
         completion = self.turns[turn]
         ids = completion.output_ids
-        # Also test the model's end tokens: with ignore_eos or a stop string, stop_match is not one.
+        # Also test the model's end tokens, because stop_match is not an end token with ignore_eos
+        # or a stop string.
         ends = {completion.stop_match, *self._specs[turn].requests.info.eos_token_ids}
         return int(ids[-1]) if len(ids) and int(ids[-1]) in ends else None
 
     def trajectory(
         self, *, total: float, generating: float, metadata: dict[str, Any]
     ) -> Trajectory:
-        """Return the trajectory of all turns. There is at least one."""
+        """Return the trajectory of all turns. The history must have at least one turn."""
         *branches, last = (
             self._trajectory_of(leaf, total=total, generating=generating, metadata=metadata)
             for leaf in self._tree.leaves()
@@ -294,9 +299,9 @@ class History:
 
 
 def _stripped(messages: Sequence[Message]) -> list[Message]:
-    """Return messages without white space around the content of the assistant's.
+    """Return messages without white space around the content of the assistant's messages.
 
-    U+FFFD replaces lone surrogates, as in the messages of a history.
+    U+FFFD replaces lone surrogates in these messages, because the history stores them so.
     """
     return [
         without_surrogates({**message, "content": (message.get("content") or "").strip()})

@@ -17,16 +17,16 @@ from .continuation import continued
 from .session_spec import SessionSpec
 
 Observation: TypeAlias = str | bytes | list[Message]
-"""Text, token ids (int32 bytes) or messages."""
+"""An observation is text, token ids (int32 bytes) or messages."""
 
 
 class Dialogue(NamedTuple):
     """A conversation of messages up to the assistant's current turn.
 
     Attributes:
-        messages: all messages before this turn; None: the session has none.
-        begun: text of this turn in the prompt of the session: ``continue_final_message``.
-        answer_at: byte of all tokens at which the rest of this turn begins.
+        messages: all messages before this turn, or None if the session did not begin with messages.
+        begun: the text of this turn that is part of the prompt, with ``continue_final_message``.
+        answer_at: the offset in bytes, among all tokens, at which the rest of this turn begins.
     """
 
     messages: list[Message] | None
@@ -35,10 +35,12 @@ class Dialogue(NamedTuple):
 
 
 def as_observation(given: Any, vocab_size: int) -> Observation:
-    """Return what ``Session.observe`` was given as an observation. It may be empty.
+    """Check the argument of ``Session.observe``, and return it as an observation.
+
+    The observation may be empty.
 
     Raises:
-        InvalidRequest: it is neither text nor token ids nor messages, or a part of it is wrong.
+        InvalidRequest: the argument is not text, token ids or messages, or a part of it is wrong.
     """
     if isinstance(given, str):
         return given
@@ -69,11 +71,11 @@ def encode_observations(
 
     Args:
         tokens: all tokens so far, int32 bytes.
-        end: the end token that the model sampled as its last token, if it did.
-        said: what the renderer has parsed from the assistant's turn, if there is a renderer.
+        end: the end token if the model sampled one as its last token, otherwise None.
+        said: the assistant's turn as parsed by the renderer, or None without a renderer.
 
     Returns:
-        The tokens and the dialogue with the observations.
+        All tokens, and the dialogue, both with the observations.
 
     Raises:
         InvalidRequest: the chat template rejects the messages, or a token id is wrong.
@@ -88,7 +90,7 @@ def encode_observations(
             tokens += check_ids(box.encode_rendered([item])[0], spec.requests.vocab_size)
             continue
         assert dialogue.messages is not None
-        # A renderer also leaves out messages of unknown roles.
+        # Without this check, a renderer would leave out messages of unknown roles.
         box.check_roles(item, spec.template, begin=len(dialogue.messages) + 1)
         ended = end if len(tokens) == size else None
         if spec.renderer is None:
@@ -131,8 +133,8 @@ def answer_of(
     """Return the assistant's current turn as a message.
 
     Args:
-        ended: the last token ends the turn. It is not part of the text.
-        said: the parsed turn, if there is a renderer.
+        ended: whether the last token is an end token, which is not part of the text.
+        said: the turn as parsed by the renderer, or None without a renderer.
     """
     text = "" if said is not None else _text_of(spec, tokens, dialogue, ended)
     return _message_of(text, dialogue, said)
@@ -155,10 +157,10 @@ def _text_of(spec: SessionSpec, tokens: bytes, dialogue: Dialogue, ended: bool) 
 
 
 def parsed(renderer: Renderer, tokens: bytes, dialogue: Dialogue, turn: int) -> AssistantMessage:
-    """Return what the renderer parses from the assistant's current turn.
+    """Parse the assistant's current turn with the renderer.
 
     Args:
-        turn: its number, for the ids of calls.
+        turn: the number of the turn, for the ids of its calls.
     """
     ids = np.frombuffer(tokens, "<i4").tolist()
     at = dialogue.answer_at // 4
@@ -186,7 +188,7 @@ def _bridge(
 
 
 def _joined(observed: Sequence[Observation]) -> list[Observation]:
-    """Join adjacent lists of messages, because no answer is between them.
+    """Join adjacent lists of messages. The model has given no answer between them.
 
     Adjacent lists arise when a turn fails: one list was observed before the turn, the other while
     it was being sampled.

@@ -1,4 +1,4 @@
-"""The options of a session: as keyword arguments for editors, and checked, as one struct."""
+"""The options of a session, as types of keyword arguments and as one checked struct."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ class _Keywords(MessageKeywords, total=False):
 
 
 class RolloutSessionKeywords(_Keywords, UnseededOptions, total=False):
-    """The keyword arguments of ``rollout`` for the sessions of all items."""
+    """The keyword arguments of ``rollout`` that apply to the sessions of all items."""
 
 
 class SessionKeywords(_Keywords, SamplingOptions, total=False):
-    """The keyword arguments of ``Client.session`` beside its prompt."""
+    """The keyword arguments of ``Client.session`` except for its prompt."""
 
     timeout: float | None
     priority: int
@@ -40,10 +40,11 @@ class SessionOptions(RenderOptions, frozen=True, kw_only=True):
     """The options of a session, which ``Client.session`` documents. The constructor checks them.
 
     Attributes:
-        values: sampling parameters by their own names. They override those of ``sampling``.
+        values: single sampling parameters. They override the parameters in ``sampling``.
 
     Raises:
-        UsageError: a value is wrong. ``InvalidRequest``: a value for the turns is wrong.
+        UsageError: a value is wrong. The subclass ``InvalidRequest`` is raised for a wrong value
+            that concerns the turns.
     """
 
     allow_rewrite: bool = False
@@ -71,7 +72,7 @@ class SessionOptions(RenderOptions, frozen=True, kw_only=True):
         """Return the options that ``SessionKeywords`` give. Other names are sampling parameters.
 
         Raises:
-            InvalidRequest: a sampling parameter is given twice, or logprobs are not wanted.
+            InvalidRequest: a sampling parameter is given twice, or ``logprobs`` is not True.
         """
         own = {name: keywords[name] for name in _OPTIONS & keywords.keys()}
         rest = {name: value for name, value in keywords.items() if name not in own}
@@ -87,10 +88,10 @@ _OPTIONS = frozenset(SessionOptions.__struct_fields__) - {"values"}
 
 
 def turn_values(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return sampling values of a turn under our names, without ``logprobs``.
+    """Return sampling values under the names of ``SamplingParams``, without ``logprobs``.
 
     Raises:
-        InvalidRequest: a parameter is given twice, or logprobs are not wanted.
+        InvalidRequest: a parameter is given twice, or ``logprobs`` is not True.
     """
     named = own_names(values)
     logprobs = named.pop("logprobs", None)

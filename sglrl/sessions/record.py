@@ -1,4 +1,4 @@
-"""Trajectories as msgpack, for files and other processes."""
+"""The msgpack format in which trajectories are written to files and sent to other processes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .turn import TrajectoryTiming, Turn
 
 
 class RoutedRecord(msgspec.Struct, array_like=True, frozen=True):
-    """Routed experts: the shape of a row, and rows as little-endian bytes."""
+    """Routed experts as msgpack: the shape of one row, and all rows as little-endian bytes."""
 
     shape: RoutedShape
     rows: bytes
@@ -44,7 +44,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True):
 
 
 def record_of_rows(rows: NDArray[Any]) -> RoutedRecord:
-    """Return the record of routed experts, [n, layers, k]. It has a view of them."""
+    """Return the record of routed experts, [n, layers, k]. Their data is not copied."""
     _, layers, k = rows.shape
     data: Any = rows.reshape(-1).view(np.uint8).data
     return RoutedRecord(RoutedShape(layers, k, rows.dtype.str), data)
@@ -54,7 +54,7 @@ def rows_of(record: Record) -> NDArray[Any] | None:
     """Return the routed experts of a record, uint8 or int16 [n, layers, k], read-only.
 
     Raises:
-        ValueError: they have another dtype, or their size is not that of whole rows.
+        ValueError: the dtype is not supported, or the bytes are not a whole number of rows.
     """
     if record.routed is None:
         return None

@@ -1,4 +1,4 @@
-"""The rewards of a session: of its turns, of calls of tools, and of the whole trajectory."""
+"""The rewards that a session records for turns, for tool calls and for its whole trajectory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from ..errors import UsageError
 
 MAX_REWARD: Final = float(np.finfo(np.float32).max)
 RewardValue: TypeAlias = SupportsFloat | Mapping[str, SupportsFloat]
-"""A reward, or several by name."""
+"""One reward, or a mapping from names to rewards."""
 
 
 class Reward(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One named reward.
 
     Attributes:
-        name: what is rewarded, for example "format".
-        value: the reward before it was weighted.
-        weight: ``weight * value`` is part of ``Turn.reward``.
-        call: id of the call of a tool that it is for, or "".
-        whole: it is for the whole trajectory, not only for its last turn.
+        name: the name of the reward, for example "format".
+        value: the reward without its weight.
+        weight: the weight of the reward. ``Turn.reward`` contains ``weight * value``.
+        call: the id of the tool call that is rewarded, or "" if the reward is not for a call.
+        whole: whether the reward is for the whole trajectory, not only for its last turn.
     """
 
     name: str
@@ -39,12 +39,12 @@ class Rewards:
     """The rewards of each turn of a session.
 
     Args:
-        weights: by name. Other names have the weight 1.
+        weights: the weights of rewards by name. Rewards with other names have the weight 1.
 
     Attributes:
-        totals: of each turn, the weighted sum of its rewards.
-        named: of each turn, its named rewards.
-        given: whether there was any reward, also one of 0.
+        totals: for each turn, the weighted sum of its rewards.
+        named: for each turn, its named rewards.
+        given: whether any reward was added. A reward of 0 counts too.
     """
 
     def __init__(self, weights: Mapping[str, float]) -> None:
@@ -58,10 +58,12 @@ class Rewards:
         self.named.append(())
 
     def add(self, turn: int, value: RewardValue, name: str, call: str, whole: bool) -> None:
-        """Add rewards to those of a turn. If one is wrong, add none.
+        """Add one reward, or several named rewards, to a turn. If one is wrong, add none.
+
+        True and False are the rewards 1 and 0.
 
         Raises:
-            UsageError: a value is not a number, or a sum is not finite in float32. True is 1.
+            UsageError: a value is not a number, or a sum is not finite in float32.
         """
         total = self.totals[turn]
         if isinstance(value, Mapping):
@@ -90,7 +92,7 @@ def checked_weights(weights: Mapping[str, SupportsFloat] | None) -> dict[str, fl
     """Return the weights of rewards as floats.
 
     Raises:
-        UsageError: they are not finite numbers by name.
+        UsageError: the argument is not a dict of names and finite numbers.
     """
     if weights is None:
         return {}

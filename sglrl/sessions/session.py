@@ -38,7 +38,7 @@ from .turn_sampler import TurnSampler, TurnSeeds
 
 
 class Session:
-    """A conversation of several turns. ``Client.session`` returns one; an async context manager.
+    """A conversation of several turns and an async context manager, made by ``Client.session``.
 
     Turns are sampled one at a time. The prompt of each turn consists of the exact tokens of the
     earlier turns and observations. Sampled tokens are never tokenized again. Each turn is sent to
@@ -57,8 +57,8 @@ class Session:
         self.spec = spec
         self._gate = gate
         self._on_turn = on_turn
-        """Called after each turn with the bytes of its prompt, the number of cached prompt tokens,
-        and the number of new bytes."""
+        """Called after each turn with the size of its prompt in bytes, the number of cached prompt
+        tokens, and the size of the sampled tokens in bytes."""
         self.seeds = TurnSeeds(path)
         self._is_fork = shared is not None
         self._shared = shared or Shared(spec.options)
@@ -66,13 +66,13 @@ class Session:
         self.sampler = TurnSampler(spec, self._shared, gate)
         self.position = beginning(Dialogue(spec.messages, spec.begun))
         self.address: tuple[str, str] | None = None
-        """URL and key with which HTTP requests select this session."""
+        """The URL and the API key with which HTTP requests select this session."""
         self._beginning: list[Message] | None = None
-        """The messages with which ``rewrite`` has begun a new conversation; None: the spec's."""
+        """The first messages of a conversation begun by ``rewrite``; None: those of the spec."""
         self._pending: list[Observation] = []
-        """Observations after the last turn."""
+        """The observations after the last turn."""
         self._taken = 0
-        """Number of items of ``_pending`` in the prompt of the turn that is being sampled."""
+        """How many items of ``_pending`` are in the prompt of the turn that is being sampled."""
 
     async def __aenter__(self) -> Self:
         return self
@@ -103,12 +103,12 @@ class Session:
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """Metadata of the trajectory: values that msgpack can encode."""
+        """The metadata of the trajectory. Its values must be values that msgpack can encode."""
         return self._shared.metadata
 
     @property
     def base_url(self) -> str:
-        """URL of OpenAI's API for an agent that speaks HTTP; see ``rollout(gateway=True)``.
+        """The base URL of an OpenAI API for agents that use HTTP. See ``rollout(gateway=True)``.
 
         Raises:
             UsageError: the session has no gateway.
@@ -117,7 +117,7 @@ class Session:
 
     @property
     def api_key(self) -> str:
-        """API key for an agent that speaks HTTP. It selects this session, as ``base_url`` does.
+        """The API key for an agent that uses HTTP. It selects this session, as ``base_url`` does.
 
         Raises:
             UsageError: the session has no gateway.
@@ -132,9 +132,9 @@ class Session:
     def fork(self) -> Session:
         """Return a session that goes on from the same place.
 
-        Both may sample at the same time, for example several answers to one question. They share
-        the history: ``turns``, ``trajectory``, ``metadata``, rewards and time limit are those of
-        all of them, and each conversation is a branch. Closing this session closes its forks.
+        A session and its forks may sample at the same time, for example several answers to one
+        question. They share ``turns``, ``trajectory``, ``metadata``, the rewards and the time
+        limit. Each conversation is a branch. Closing this session closes its forks.
 
         Raises:
             UsageError: a turn is being sampled.
@@ -152,7 +152,7 @@ class Session:
             self.position = fork.position
 
     def fork_with(self, spec: SessionSpec) -> Session:
-        """Return a fork that begins a conversation of its own, with its own spec."""
+        """Return a fork that begins a new conversation with the given spec."""
         made = Session(spec, self._gate, self._on_turn, self.seeds.fork(), shared=self._shared)
         made.sampler.limit = self.sampler.limit
         made.sampler.closed = self.sampler.closed
@@ -176,11 +176,11 @@ class Session:
         that ``Client.abort`` or ``Client.pause`` interrupts continues in the same way.
 
         Args:
-            tool_choice: as in ``Client.session``, for this turn. None: that of the session.
-            parallel_tool_calls: False: the turn ends after its first call of a tool.
-            top_logprobs: also return this many most likely tokens at each position.
+            tool_choice: the tool choice of this turn. None: the tool choice of the session.
+            parallel_tool_calls: whether the turn may make several calls. False ends it after one.
+            top_logprobs: also return this number of most likely tokens at each position.
             on_chunk: called with new tokens as they arrive.
-            **values: the fields of ``SamplingParams``. They override those of the session.
+            **values: the fields of ``SamplingParams``. They override the values of the session.
                 ``max_new_tokens`` is reduced to the room that is left in the context.
 
         Raises:
@@ -211,7 +211,7 @@ class Session:
         top_logprobs: int,
         on_chunk: OnChunk | None,
     ) -> Completion:
-        """Sample a turn, and keep it."""
+        """Sample a turn, and add it to the history."""
         self._taken = len(self._pending)
         place, observed = self.position, self._pending[: self._taken]
         if place.begins:
@@ -276,30 +276,28 @@ class Session:
     ) -> Completion:
         """Sample turns and run the tools that they call, until a turn calls none.
 
-        The calls of a turn run at the same time. Their results are observed as messages of the role
-        "tool": text as it is, everything else as JSON. A call gives no result if it is not valid,
-        if there is no such tool, if the tool raises, or if it takes too long. The observation then
-        says why, after "error: ". ``session.metadata["tool_errors"]`` has all of them.
+        The calls of a turn run at the same time. Their results are observed as messages with the
+        role "tool": texts unchanged, and other values as JSON. A call fails if it is not valid, or
+        if the tool does not exist, raises or takes too long. The message is then "error: " and the
+        reason. ``session.metadata["tool_errors"]`` lists all errors.
 
         Args:
-            tools: coroutine functions, endpoints of actors, or functions, which run in threads; by
-                the name in their schema, or as a list of functions with these names. They get the
-                arguments of a call by name.
-            max_turns: the number of turns that may be sampled.
-            timeout: seconds for each call. A tool that does not end when it is cancelled is left
-                alone.
-            on_error: "raise": raise the first ``ToolError`` of a turn instead of observing its
-                results.
-            max_result: characters of a result that are observed.
-            **values: as for ``generate``, for each turn.
+            tools: a mapping from names in the schemas to tools, or a list of functions with these
+                names. A tool is a coroutine function, an endpoint of an actor, or a function, which
+                runs in a thread. Tools get the arguments of a call by name.
+            max_turns: the largest number of turns to sample.
+            timeout: seconds for each call. A call that ignores its cancellation is not waited for.
+            on_error: "observe" errors as results, or "raise" the first ``ToolError`` of a turn.
+            max_result: the largest number of characters of a result that are observed.
+            **values: the sampling values of each turn, as for ``generate``.
 
         Returns:
-            The last turn: the first one without calls, or that of ``max_turns``, or one that fills
-            the context. The calls of the last turn are not run.
+            The last turn: the first turn without calls, the turn number ``max_turns``, or a turn
+            that fills the context. The calls of the last turn are not run.
 
         Raises:
-            ToolError: see ``on_error``. Others as ``generate``.
-            WorkerLost: the process of a lease, whose endpoints the tools are, is gone.
+            ToolError: a call failed, and ``on_error`` is "raise".
+            WorkerLost: the worker process that runs the tools is lost. ``generate`` raises others.
         """
         limits = {"max_turns": max_turns, "timeout": timeout, "max_result": max_result}
         return await run_tools(self, tools, on_error=on_error, **limits, **values)  # type: ignore[arg-type]
@@ -314,14 +312,15 @@ class Session:
         being sampled come after that turn. If a turn fails, its observations are kept for the next
         turn; see ``unobserve``.
 
-        Before the first turn, and after ``go_back``, messages join those of the prompt, and text
-        and ids follow the tokens of the prompt. In a session without a prompt they are the prompt.
+        Before the first turn, and after ``go_back``, observed messages join the messages of the
+        prompt, and text and token ids follow its tokens. In a session without a prompt, the first
+        observation is the prompt.
 
         Args:
             what: text, token ids or messages. Text is tokenized separately, and ids are used
-                unchanged. Messages are rendered with the chat template: they end the assistant's
-                turn and begin its next one. A session whose prompt is text or token ids accepts no
-                messages.
+                unchanged. Messages are rendered with the chat template, which ends the assistant's
+                turn and begins its next one. A session whose prompt is text or token ids accepts
+                no messages.
 
         Raises:
             InvalidRequest: a token id is wrong, or a message lacks a field. If the template rejects
@@ -343,10 +342,11 @@ class Session:
     def go_back(self, turns: int = 1) -> None:
         """Go on as if the last turns had not been sampled, with exactly the tokens before them.
 
-        They stay in the trajectory, as a branch. Observations since the last turn are discarded.
+        These turns stay in the trajectory, as a branch. Observations since the last turn are
+        discarded.
 
         Args:
-            turns: how many turns of the current conversation.
+            turns: the number of turns of the current conversation to go back.
 
         Raises:
             UsageError: the conversation has fewer turns, or a turn is being sampled.
@@ -359,15 +359,15 @@ class Session:
         self.position = self._history.before(path[-turns])
 
     def rewrite(self, messages: Sequence[Message], *, after: int | None = None) -> None:
-        """Replace the conversation, for example by a shorter one. The next turn goes on from it.
+        """Replace the conversation, for example by a shorter one, before the next turn.
 
-        If it begins with the messages of an earlier turn, the exact tokens of that turn are kept,
-        and only the rest is rendered. What was sampled so far stays in the trajectory, as a branch.
-        Observations since the last turn are discarded.
+        If ``messages`` begin with the messages of an earlier turn, the exact tokens of that turn
+        are kept, and only the rest is rendered. All earlier turns stay in the trajectory, as a
+        branch. Observations since the last turn are discarded.
 
         Args:
-            after: the turn with whose messages they begin, an index of ``turns``. The answers may
-                then be in another form. None: find it.
+            after: the index in ``turns`` of the turn with whose messages ``messages`` begin. The
+                answers may then have another form. None: compare the messages to find the turn.
 
         Raises:
             InvalidRequest: a message lacks a field.
@@ -403,18 +403,18 @@ class Session:
     def reward(
         self, value: RewardValue, name: str = "", *, call: ToolCall | str | None = None
     ) -> None:
-        """Add to the reward of the last turn, or of the turn with a call.
+        """Add a reward to the last turn, or to the turn that made a tool call.
 
-        The rewards of a turn are added up, each times its weight (``reward_weights``), and those
-        with a name are also kept: ``Turn.rewards``, ``Trajectory.named_rewards``.
+        The reward of a turn is the sum of its rewards, each times its weight (``reward_weights``).
+        ``Turn.rewards`` and ``Trajectory.named_rewards`` also list the rewards with a name.
 
         Args:
             value: a number, or a dict of names and numbers.
-            name: of the reward.
-            call: the call of a tool that is rewarded, or its id.
+            name: the name of the reward.
+            call: the tool call that is rewarded, or the id of the call.
 
         Raises:
-            UsageError: no turn was sampled, or none has this call, or a value is not finite.
+            UsageError: no turn was sampled, no turn has this call, or a value is not finite.
         """
         id_ = call.id if isinstance(call, ToolCall) else call or ""
         self._history.reward(self.position.last, value, name, id_, False)
@@ -433,17 +433,17 @@ class Session:
 
     @property
     def oldest_version(self) -> int | None:
-        """Policy version of the first sampled token; a lower bound while it is being sampled."""
+        """The policy version of the first sampled token, or a lower bound before it is known."""
         return self._shared.oldest.get(MODEL)
 
     @property
     def oldest_versions(self) -> dict[str, int]:
-        """As ``oldest_version``, by adapter; "" is the model. See ``Trajectory``."""
+        """``oldest_version`` by adapter name, where "" is the model. See ``Trajectory``."""
         return self._shared.oldest
 
     @property
     def rewarded(self) -> bool:
-        """Whether there was a reward."""
+        """Whether a reward was added."""
         return self._history.rewards.given
 
     @property
@@ -453,7 +453,7 @@ class Session:
 
     @property
     def room(self) -> int:
-        """Number of tokens that still fit the context.
+        """The number of tokens that still fit into the context.
 
         Observed token ids count as used. Observed text and messages do not count, because their
         number of tokens is not known yet.
@@ -471,12 +471,12 @@ class Session:
     def trajectory(self, reward: RewardValue | None = None) -> Trajectory:
         """Return the trajectory of the session, for a trainer.
 
-        If the session has branches, it is the conversation that was sampled last, and the others
-        are its ``branches``.
+        If the session has several conversations, the trajectory is the conversation that was
+        sampled last. Its ``branches`` are the others.
 
         Args:
-            reward: of the whole trajectory: a number, or a dict of names and numbers. It is added
-                to the reward of the last turn.
+            reward: the reward of the whole trajectory, which is added to the reward of the last
+                turn. It is a number, or a dict of names and numbers.
 
         Raises:
             UsageError: no turn was sampled.
@@ -492,8 +492,8 @@ class Session:
         )
 
     def trajectories(self, reward: RewardValue | None = None) -> list[Trajectory]:
-        """Return ``leaves`` of ``trajectory``: each conversation of the session.
+        """Return one trajectory for each conversation of the session: ``trajectory().leaves``.
 
-        Each sampled token is in the loss of one of them.
+        Each sampled token is in the loss mask of exactly one of them.
         """
         return list(self.trajectory(reward).leaves)

@@ -1,4 +1,4 @@
-"""The spec of a session: its prompt and its options."""
+"""The spec of a session: the prompt and the options, from which its turns are prepared."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ class SessionSpec:
 
     Args:
         options: the options of ``Client.session``. None: their defaults.
-        prompt, messages, input_ids: at most one of them. Without a prompt, the session serves
-            conversations that begin elsewhere, each with a ``sibling`` of this spec, or its first
-            observation is its prompt.
+        prompt, messages, input_ids: the prompt. At most one of them may be given. Without a
+            prompt, the first observation of the session is its prompt, or the session serves other
+            conversations over HTTP, each with a ``sibling`` of this spec.
 
     Attributes:
-        promptless: there is no prompt.
+        promptless: whether the spec has no prompt.
         prepared: the checked sampling values of the turns.
         template: the arguments of the chat template.
 
     Raises:
-        InvalidRequest: the prompt is wrong, or it does not fit an option.
+        InvalidRequest: the prompt is wrong, or an option does not allow it.
         UnknownAdapter: the adapter is not loaded.
     """
 
@@ -71,7 +71,7 @@ class SessionSpec:
         self.messages: list[Message] | None = None
         """The messages before the assistant's first turn."""
         self.begun = ""
-        """The beginning of the assistant's first turn: ``continue_final_message``."""
+        """The beginning of the assistant's first turn, if ``continue_final_message`` is set."""
         template = options.template_arguments([] if self.promptless else messages)
         self.template = dict(template)
         if messages is not None:
@@ -86,14 +86,14 @@ class SessionSpec:
         self._given = prompt, None, messages, template
         """The arguments that encode the prompt."""
         self.renderer: Renderer | None = None
-        """Parses and extends the conversation. Known after ``ids``."""
+        """The renderer that parses and extends the conversation. ``ids`` sets it."""
         self._searched = False
         self._later_tools: list[Any] = []
-        """Schemas of tools that messages describe, and not the prompt's list of tools."""
+        """The schemas of tools that only messages describe, not the prompt's list of tools."""
         self.warned = False
-        """Whether the log says that the prompt is too long."""
+        """Whether a warning was logged because the prompt is too long."""
         self.routed_from = 0
-        """The first position of the prompt whose routed experts are wanted."""
+        """The first position of the prompt whose routed experts are requested."""
         self._lock: asyncio.Lock | None = None
         self.known_ids: bytes | None = None
         """The prompt as int32 bytes, once it is encoded."""
@@ -158,7 +158,7 @@ class SessionSpec:
         return made
 
     def with_later_tools(self, tools: Sequence[Any]) -> SessionSpec:
-        """Return this spec, or a copy that also parses calls of tools that messages describe."""
+        """Return a spec that also parses calls of these tools, which messages describe."""
         if not tools or list(tools) == self._later_tools:
             return self
         made = copy(self)
@@ -172,7 +172,10 @@ class SessionSpec:
         return renderer.with_tools([*(self.template.get("tools") or ()), *self._later_tools])
 
     def with_ids(self, ids: TokenIds) -> SessionSpec:
-        """Return a copy whose prompt is given tokens. Its messages decide how turns are parsed."""
+        """Return a copy with these tokens as its prompt.
+
+        The messages are kept, because the renderer is selected with them.
+        """
         made = copy(self)
         made.known_ids = check_ids(ids, self.requests.vocab_size)
         return made
@@ -185,7 +188,7 @@ class SessionSpec:
 
     @property
     def too_long(self) -> str:
-        """Say that the encoded prompt leaves no room for a response; "" if it does."""
+        """A text that states that the encoded prompt leaves no room for a response, or ""."""
         size = 0 if self.known_ids is None else len(self.known_ids) // 4
         if size < self.max_tokens:
             return ""
@@ -197,16 +200,16 @@ class SessionSpec:
         )
 
     async def load(self) -> None:
-        """Encode the prompt, or load the tokenizer if there is none."""
+        """Encode the prompt. Without a prompt, load the tokenizer."""
         if not self.promptless:
             await self.ids()
             return
-        # Token ids need none.
+        # A session of token ids works without a tokenizer.
         with contextlib.suppress(InvalidRequest):
             await load_tokenizer(self.requests.box)
 
     async def ids(self, messages: Sequence[Message] | None = None) -> bytes:
-        """Return the token ids of the prompt, int32 bytes. Encode them on the first call.
+        """Return the token ids of the prompt, int32 bytes. The first call encodes the prompt.
 
         Args:
             messages: another conversation in place of the prompt.
@@ -237,18 +240,18 @@ class SessionSpec:
         return self.known_ids
 
     async def encode_text(self, text: str) -> bytes:
-        """Return the token ids of a text that is a prompt, int32 bytes."""
+        """Encode a text as a prompt. Return its token ids, int32 bytes."""
         _, (ids,) = await self.requests.encode_prompts(text, None, None)
         return ids
 
     async def _find_renderer(self, messages: Sequence[Message] | None, prompt: bytes) -> None:
-        """Find the renderer the first time, and check that it makes these tokens of the messages.
+        """Find the renderer in the first call, and check that it encodes the messages alike.
 
         Args:
-            messages: None: do not check.
+            messages: the messages of which ``prompt`` has the tokens. None: skip the check.
 
         Raises:
-            InvalidRequest: the user has named a renderer that does not.
+            InvalidRequest: the renderer that the user has named makes other tokens of the messages.
         """
         name, unused = self.options.renderer, self.options.allow_rewrite
         if self._searched or unused or (self.messages is None and messages is None):
@@ -257,7 +260,7 @@ class SessionSpec:
 
         def find() -> Renderer | None:
             if (tools := self.template.get("tools")) is not None:
-                # Otherwise the template makes the schema of a function for each turn.
+                # Make the schemas of functions once. Otherwise each turn makes them again.
                 self.template["tools"] = schemas(tools)
             if messages is None:
                 return find_renderer(name, box, self.template)
@@ -267,18 +270,20 @@ class SessionSpec:
         self._searched = True
 
     def prepare(self, values: dict[str, Any]) -> Prepared:
-        """Check the sampling values of one turn. They override those of the session."""
+        """Check the sampling values of one turn, which override the values of the session."""
         own = self.options
         return self.requests.samplings.prepare(own.sampling, {**own.values, **turn_values(values)})
 
     async def with_grammar(
         self, prepared: Prepared, choice: ToolChoice | None, parallel: bool, prompt: bytes
     ) -> Prepared:
-        """Return the values of a turn with the grammar of the whole turn. Call after ``ids``.
+        """Return the values of a turn with the grammar of the whole turn.
+
+        ``ids`` must have been called before, because it finds the renderer.
 
         Args:
-            choice: of this turn. None: that of the session.
-            parallel: the turn may make several calls.
+            choice: the tool choice of this turn. None: the tool choice of the session.
+            parallel: whether the turn may make several tool calls.
             prompt: the tokens before the turn, int32 bytes.
         """
         choice = self.options.tool_choice if choice is None else choice

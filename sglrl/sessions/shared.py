@@ -1,4 +1,4 @@
-"""What a session shares with its forks."""
+"""The state that a session shares with its forks: history, metadata, and running turns."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from .options import SessionOptions
 
 
 class Turn(Protocol):
-    """A session that samples a turn."""
+    """The turn that a session is sampling."""
 
     def end_turn(self) -> None:
         """End the turn: it raises ``Closed``."""
 
 
 class Shared:
-    """The history, metadata and end of a session and its forks.
+    """The state that a session and its forks have in common.
 
     Attributes:
-        closed: no more turn begins.
-        refused: a turn failed because the client no longer accepts calls.
+        closed: whether the session is closed. No turn begins afterwards.
+        refused: whether a turn failed because the client no longer accepts calls.
         running: the turns that are being sampled, with a lower bound of the policy versions of
-            their first token, if it is known.
-        generating: total seconds in which turns were sampled.
+            their first token, or None if no bound is known yet.
+        generating: the seconds during which at least one turn was being sampled.
     """
 
     def __init__(self, options: SessionOptions) -> None:
@@ -41,7 +41,7 @@ class Shared:
 
     @property
     def oldest(self) -> dict[str, int]:
-        """A lower bound of the versions of each policy that has sampled a token."""
+        """For each policy that has sampled a token, a lower bound of its versions."""
         bounds = [versions for versions in self.running.values() if versions is not None]
         return oldest_of([self._oldest, *bounds])
 
@@ -62,7 +62,7 @@ class Shared:
             self.generating += now() - self._since
 
     def number_turn(self) -> int:
-        """Return a number for a turn, which no other turn gets."""
+        """Return a number that is unique among the turns of the session and its forks."""
         self._numbered += 1
         return self._numbered - 1
 

@@ -29,7 +29,7 @@ _PADDING: Final[dict[str, float]] = {
     "mask_lengths": 0,
     "lora_versions": -1,
 }
-"""Of ``routed_experts`` it is 0, 1, ... k - 1: a row that a router could have chosen."""
+"""The padding of each key. ``routed_experts`` is padded with the experts 0 to k - 1 instead."""
 
 
 class TrajectoryArrays(Protocol):
@@ -70,13 +70,13 @@ def stack(
 ) -> TensorDict:
     """Stack trajectories into a TensorDict on the CPU, with batch size [n].
 
-    Each trajectory is one of the n rows. A trajectory with branches is several: its ``leaves``. Of
-    a ``Group``, all trajectories are stacked. A group has fewer than ``group_size`` if it has lost
-    samples.
+    Each trajectory is one of the n rows. A trajectory with branches gives one row for each of its
+    ``leaves``. A ``Group`` gives the rows of all its trajectories. These are fewer than
+    ``group_size`` if the group has lost samples.
 
     Keys per token, over prompt and response, have the shape [n, t]. Nothing is shifted: the value
-    at a position describes the token at this position. The logits of that token are those of the
-    previous position.
+    at a position describes the token at this position. The logits that predict this token are at
+    the previous position.
 
     ================ ======= ======= ============================================================
     key              dtype   padding meaning
@@ -94,22 +94,22 @@ def stack(
     lora_versions    int64   -1      adapter's version of a token sampled with one, otherwise -1
     ================ ======= ======= ============================================================
 
-    ``mask_lengths`` is there if a trajectory has a ``sampling_mask``. So is ``mask_ids``, int64
-    [n, m]: the tokens of all positions of the row, one position after the other. In the padded
-    layout, m is that of the row with most, and the padding on the right is -1. In the jagged layout
-    it is a nested tensor. ``sglrl.rl.apply_sampling_mask`` takes both. ``lora_versions`` is there
-    if a trajectory has them.
+    ``lora_versions`` exists if a trajectory has them. ``mask_lengths`` and ``mask_ids`` exist if a
+    trajectory has a ``sampling_mask``. ``mask_ids``, int64 [n, m], has the drawable tokens of all
+    positions of a row, one position after the other. In the padded layout, m is the largest number
+    of such tokens in a row, and shorter rows are padded with -1 on the right. In the jagged layout
+    ``mask_ids`` is a nested tensor. ``sglrl.rl.apply_sampling_mask`` accepts both layouts.
 
-    ``routed_experts``, uint8 or int16 [n, t, layers, k], is there if a trajectory has any: the
-    experts that the token at a position was routed to. Positions without a row, such as the last
-    one, and padding have the experts 0 to k - 1. ``routed_length``, int64 [n], is the number of
-    rows of each trajectory, from its first token on.
+    ``routed_experts``, uint8 or int16 [n, t, layers, k], exists if a trajectory has any: the
+    experts that the token at a position was routed to. Padding and positions without routed
+    experts, such as the last one, have the experts 0 to k - 1. ``routed_length``, int64 [n], is the
+    number of tokens of each trajectory, from its first one on, that have routed experts.
 
     Keys per row have the shape [n]:
 
     * reward: float32, the sum of rewards. All leaves of a trajectory have its reward.
-    * sample: int64, which of the given trajectories it is. Advantages of trajectories become those
-      of rows with ``advantages[batch["sample"]]``.
+    * sample: int64, the index of the trajectory that the row comes from. Use
+      ``advantages[batch["sample"]]`` to get advantages of rows from advantages of trajectories.
     * prompt_length, response_length, turn_count: int64.
     * truncated: bool, whether the last turn was cut off ("length" or "abort").
     * ("metadata", name) for each requested name: a tensor if all values are numbers, otherwise the
@@ -117,11 +117,12 @@ def stack(
 
     Args:
         layout: "padded": t is the length of the longest trajectory. "jagged": per-token keys are
-            nested tensors in torch's jagged layout, without padding. All have the same offsets, so
-            that operations can combine them. Among TorchRL's storages, LazyStackStorage accepts
-            them. Read its samples with ``get(key, as_nested_tensor=True, layout=torch.jagged)``.
-        pad_token_id: padding of input_ids.
-        pad_to: t, for batches that must all have the same width.
+            nested tensors in torch's jagged layout, without padding. They share their offsets, so
+            that operations can combine them. Only LazyStackStorage, among TorchRL's storages,
+            accepts them. Read its samples with
+            ``get(key, as_nested_tensor=True, layout=torch.jagged)``.
+        pad_token_id: the padding of input_ids.
+        pad_to: the value of t, for batches that must all have the same width.
         pad_to_multiple_of: t is rounded up to a multiple of this.
         padding_side: "right" or "left". With "left", every trajectory ends at the last position.
         metadata: names of metadata to include. Every trajectory must have them.
@@ -259,7 +260,7 @@ def _flat_optional(
     """Return one array of values for each token of all trajectories.
 
     Args:
-        arrays: int32 [r] of each trajectory, over its response, or None.
+        arrays: for each trajectory, the values of its response, int32 [r], or None.
         missing: the value of all other tokens.
     """
     flat = np.full(int(lengths.sum()), missing, np.int64)
@@ -273,7 +274,7 @@ def _routed(batch: Sequence[TrajectoryArrays], lengths: NDArray[np.int64]) -> ND
     """Return the routed experts at each position of all trajectories, or None if none has any.
 
     Raises:
-        UsageError: they are of different models.
+        UsageError: the routed experts have different shapes, so they are of different models.
     """
     given = [t.routed_experts for t in batch if t.routed_experts is not None]
     if not given:
@@ -292,7 +293,7 @@ def _routed(batch: Sequence[TrajectoryArrays], lengths: NDArray[np.int64]) -> ND
 
 
 def _mask_ids(batch: Sequence[TrajectoryArrays], layout: Layout) -> Any:
-    """Return the drawable tokens of each trajectory."""
+    """Return ``mask_ids`` of each trajectory: the tokens that could be drawn."""
     import torch
 
     masks = [trajectory.sampling_mask for trajectory in batch]

@@ -19,12 +19,12 @@ from ..inference.message import ToolCall
 from ..transport.system_limits import start_thread
 
 Tool = Callable[..., Any]
-"""Called with the arguments of a call, by name. It returns the result, or an awaitable of it."""
+"""A function that gets the arguments of a call by name. It returns a result or an awaitable."""
 OnError = Literal["observe", "raise"]
 
 
 class Conversation(Protocol):
-    """The parts of ``Session`` that the loop uses."""
+    """The parts of ``Session`` that ``run_tools`` uses."""
 
     metadata: dict[str, Any]
 
@@ -103,7 +103,7 @@ def _by_name(tools: Mapping[str, Tool] | Sequence[Tool]) -> dict[str, Tool]:
 
 
 async def _run_all(runs: Sequence[Any]) -> list[Any]:
-    """Run all calls at the same time. If this is cancelled, so are they."""
+    """Run all calls at the same time. If this coroutine is cancelled, cancel the calls."""
     tasks = [asyncio.ensure_future(run) for run in runs]
     try:
         return await asyncio.gather(*tasks)
@@ -113,7 +113,7 @@ async def _run_all(runs: Sequence[Any]) -> list[Any]:
 
 
 async def _run(tools: Mapping[str, Tool], call: ToolCall, timeout: float | None) -> Any:
-    """Return the result of a call, or why there is none."""
+    """Return the result of a call, or a ``ToolError`` with the reason why it has none."""
     if call.error:
         return ToolError(f"this is no valid call: {call.error}", tool=call.name, call_id=call.id)
     tool = tools.get(call.name)
@@ -139,7 +139,7 @@ async def _run(tools: Mapping[str, Tool], call: ToolCall, timeout: float | None)
     if error is None:
         return task.result()
     if not isinstance(error, Exception) or (isinstance(error, WorkerLost) and error.state_lost):
-        # The environment of this conversation is gone, which is not the result of a call.
+        # The tool's process has lost the state of this conversation, so the run cannot go on.
         raise error
     failure = ToolError(f"{type(error).__name__}: {error}", tool=call.name, call_id=call.id)
     failure.__cause__ = error
@@ -155,7 +155,10 @@ async def _result(tool: Tool, arguments: dict[str, Any]) -> Any:
 
 
 async def _in_thread(call: Callable[[], Any]) -> Any:
-    """Call a function that may block, or never return, in a thread that no exit waits for."""
+    """Call a function in a daemon thread, because it may block or never return.
+
+    The exit of the process does not wait for a daemon thread.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -172,7 +175,7 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
         try:
             result = call()
         except StopIteration as stop:
-            # A future cannot hold it.
+            # A future cannot hold a StopIteration.
             error = RuntimeError(repr(stop))
         except Exception as failure:
             error = failure
@@ -184,13 +187,13 @@ async def _in_thread(call: Callable[[], Any]) -> Any:
 
 
 def _retrieve(task: asyncio.Task[Any]) -> None:
-    """Take the exception of a task that nobody waits for, so that asyncio logs nothing."""
+    """Retrieve the exception of an abandoned task, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
 
 def _text(outcome: Any, most: int) -> str:
-    """Return a result as the content of a message, with at most ``most`` characters of it."""
+    """Return a result as the content of a message, cut after ``most`` characters."""
     if isinstance(outcome, ToolError):
         text = f"error: {outcome.message}"
     elif isinstance(outcome, str):

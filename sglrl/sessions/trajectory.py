@@ -81,7 +81,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
     """One agent run over one prompt, with exact tokens and a mask of the sampled ones.
 
     The constructor takes arrays or sequences. It checks all properties listed here and raises
-    ``UsageError`` if one is violated. ``replace`` makes a changed copy. Arrays are read-only.
+    ``UsageError`` if one is violated. The arrays are read-only. ``replace`` makes a changed copy.
 
     Attributes:
         prompt_ids: int32 [p], at least one token.
@@ -97,18 +97,18 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         metadata: values of the agent. To save the trajectory, msgpack must be able to encode them.
         messages: the conversation, with the assistant's answers, if the session began with
             messages; otherwise None.
-        branches: the other conversations of the same run, in the order in which they ended, if the
-            agent went back or began anew, or if the chat template rewrote earlier turns. Each turn
-            is in one of them, or in this trajectory. ``leaves`` has them all.
+        branches: the other conversations of the same run, in the order in which they ended. A run
+            has several if the agent went back or began anew, or if the chat template rewrote
+            earlier turns. Each turn is in exactly one of the ``leaves``.
         sampling_mask: the tokens that could be drawn at each position of the response, or None. The
             set is empty where ``loss_mask`` is False, and in turns without
             ``return_sampling_mask``.
         lora_versions: int32 [r], the version of the adapter that sampled the token, or None if no
             turn had an adapter. -1 where ``loss_mask`` is False, and in turns without an adapter.
         routed_experts: the experts that tokens were routed to, uint8 or int16 [n, layers, k], or
-            None. Row i is of ``input_ids[i]``. Later tokens have no row: the last one, which no
-            forward pass has had as input, and those of turns without ``return_routed_experts``
-            at the end.
+            None. Row i belongs to ``input_ids[i]``. The last token has no row, because it was never
+            an input of a forward pass. Turns at the end without ``return_routed_experts`` have no
+            rows either.
     """
 
     prompt_ids: NDArray[np.int32]
@@ -186,16 +186,16 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         """Make a trajectory from the state of a session, without checks.
 
         Args:
-            prompt, response: int32, little endian.
+            prompt, response: the tokens as little-endian int32 bytes.
             starts: for each turn, the position in the response at which its tokens begin.
             turns: the completion of each turn.
-            rewards: the reward of each turn, and its named rewards.
+            rewards: for each turn, its reward and its named rewards.
             total, generating: as in ``TrajectoryTiming``. The session began ``total`` seconds ago.
             routed: the routed experts of the whole conversation.
         """
         size, prompt_tokens = len(response) // 4, len(prompt) // 4
         marked: list[Turn] = []
-        # Pieces of each array: sampled tokens and the gaps between them. Joined at the end.
+        # The pieces of each array, for sampled tokens and for the gaps between them.
         mask: list[bytes] = []
         logprobs: list[bytes] = []
         versions: list[bytes] = []
@@ -373,7 +373,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
 
     @property
     def _decode(self) -> Decode | None:
-        """The decoder of the client or of ``load``, which is not a value of the trajectory."""
+        """The decoder that the client or ``load`` has set. It is not a field of the struct."""
         decode: Decode | None = self.__dict__.get("decode_with")
         return decode
 
@@ -383,7 +383,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
 
         Raises:
             UsageError: the trajectory has no tokenizer, for example because it was loaded without
-                one. ``InvalidRequest`` if the model has no usable tokenizer.
+                one. The subclass ``InvalidRequest``: the model has no usable tokenizer.
         """
         return self._text_of(self.response_ids)
 
@@ -408,13 +408,13 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
 
     @property
     def leaves(self) -> tuple[Trajectory, ...]:
-        """The conversations of this run, without branches: ``branches``, then this one.
+        """One trajectory for each conversation of this run: the ``branches``, then this one.
 
-        Each sampled token is in the loss of one of them.
+        Leaves have no branches. Each sampled token is in the loss mask of exactly one leaf.
         """
         if not self.branches:
             return (self,)
-        # The decoder is not a field, and not copied.
+        # ``copy`` does not copy the decoder, because it is not a field.
         last = copy(self)
         force_setattr(last, "branches", ())
         last.__dict__.pop("oldest_versions", None)
@@ -432,13 +432,13 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
 
     @property
     def reward(self) -> float:
-        """The sum of the rewards of all turns, of the branches too."""
+        """The sum of the rewards of all turns, including the turns of branches."""
         own = sum([turn.reward for turn in self.turns], 0.0)
         return own + sum([branch.reward for branch in self.branches]) if self.branches else own
 
     @property
     def named_rewards(self) -> dict[str, float]:
-        """The sum of the rewards of each name, before they were weighted, of the branches too."""
+        """The sum of the unweighted rewards of each name, including the rewards in branches."""
         totals: dict[str, float] = {}
         for leaf in (*self.branches, self):
             for reward in [reward for turn in leaf.turns for reward in turn.rewards]:
@@ -447,25 +447,25 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
 
     @property
     def oldest_version(self) -> int:
-        """The oldest policy version that sampled a token, of the branches too; -1: none was.
+        """The oldest model version that sampled a token, including branches. -1: no tokens.
 
-        It is the version of the model. ``oldest_versions`` also has those of adapters.
+        ``oldest_versions`` also has the versions of adapters.
         """
         return self.oldest_versions.get(MODEL, -1)
 
     @cached_property
     def oldest_versions(self) -> dict[str, int]:
-        """``oldest_version`` by adapter: "" is the model, others are the names in ``Turn.lora``."""
+        """``oldest_version`` by adapter name (see ``Turn.lora``), where "" is the model."""
         return oldest_of_leaves([self, *self.branches])
 
     @property
     def newest_version(self) -> int:
-        """The newest policy version that sampled a token, of the branches too; -1: none was."""
+        """The newest model version that sampled a token, including branches. -1: no tokens."""
         return max(int(leaf.versions.max(initial=-1)) for leaf in (self, *self.branches))
 
     @property
     def sampled_tokens(self) -> int:
-        """The number of sampled tokens, of the branches too."""
+        """The number of sampled tokens, including those of branches."""
         return sum(int(leaf.loss_mask.sum()) for leaf in (self, *self.branches))
 
     @cached_property
@@ -482,7 +482,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         errors are those of ``stack``.
 
         Raises:
-            UsageError: it has branches, which ``stack`` and ``leaves`` give as well.
+            UsageError: the trajectory has branches. Use ``stack`` or ``leaves`` for these.
         """
         if self.branches:
             raise UsageError("a trajectory with branches has several rows: use stack, or leaves")

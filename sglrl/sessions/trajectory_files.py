@@ -40,10 +40,10 @@ _ARRAYS: Final = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versio
 
 
 def save(path: str | os.PathLike[str], trajectories: Given[Trajectory]) -> None:
-    """Write trajectories, or those of groups, to a file that ``load`` reads.
+    """Write trajectories, or the trajectories of groups, to a file that ``load`` reads.
 
-    The file is written under a temporary name in the same folder. It is renamed when all of it is
-    on disk, so ``path`` is never half written.
+    The file is written under a temporary name in the same folder, and renamed when all of its
+    content is on disk. So ``path`` never has an incomplete file.
 
     Metadata may contain any values that msgpack can encode. After loading, tuples and arrays in it
     are lists, and numpy numbers are Python numbers.
@@ -94,7 +94,7 @@ def load(path: str | os.PathLike[str], *, tokenizer: Any = None) -> list[Traject
             record, left = _next_record(file, left, path, where)
             try:
                 trajectories.append(_decode(record))
-            # The errors that msgspec and numpy raise for malformed bytes. In msgspec 0.19,
+            # msgspec and numpy raise these errors for malformed bytes. In msgspec 0.19,
             # MsgspecError is not a ValueError.
             except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
                 why = malformed(error, record)
@@ -113,13 +113,13 @@ def load(path: str | os.PathLike[str], *, tokenizer: Any = None) -> list[Traject
 
 
 def to_jsonl(path: str | os.PathLike[str], trajectories: Given[Trajectory]) -> None:
-    """Write one JSON object for each trajectory, also of groups, for people and other programs.
+    """Write trajectories or groups as JSON Lines: one JSON object for each trajectory.
 
-    ``save`` and ``load`` are smaller and faster. An object has the fields of ``Trajectory``, and
-    ``reward``, ``finish_reason``, ``oldest_version``, ``oldest_versions`` and ``text`` (null
-    without a tokenizer). A NaN in ``logprobs`` is null. ``sampling_mask`` is null, or a list of
-    token ids for each position.
-    ``lora_versions`` is null without an adapter. ``routed_experts`` is left out.
+    The files of ``save`` are smaller and faster to read. An object has the fields of
+    ``Trajectory``, and ``reward``, ``finish_reason``, ``oldest_version``, ``oldest_versions`` and
+    ``text`` (null without a tokenizer). A NaN in ``logprobs`` is null. ``sampling_mask`` is null,
+    or a list of token ids for each position. ``lora_versions`` is null without an adapter.
+    ``routed_experts`` is left out.
 
     Raises:
         UsageError: an item is not a ``Trajectory`` or a ``Group``, or metadata cannot be encoded.

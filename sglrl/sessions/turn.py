@@ -19,18 +19,18 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False)
 
     Attributes:
         start, stop: the turn's tokens are ``response_ids[start:stop]``. The range is empty if the
-            turn was aborted at once.
+            turn was aborted before its first token.
         reward: the reward of this turn: a weighted sum of its rewards, with and without names.
         finish_reason: "stop", "length" or "abort", as in ``Completion``.
-        worker: index of the worker that finished the turn. -1: no worker.
+        worker: index of the worker that finished the turn, or -1 if no worker did.
         cached_tokens: tokens of the turn's prompt that came from the prefix cache.
         prompt_tokens: length of the turn's prompt: all tokens before ``start``.
         resumed: number of workers that were lost while they held the turn.
         seconds: seconds from submission to the end.
-        seconds_before: seconds from the end of the previous turn to the submission of this one,
-            which a tool or the environment used. 0 for the first turn.
-        rewards: the named rewards that ``reward`` contains.
-        lora: the name of the adapter that sampled the turn; "": none.
+        seconds_before: seconds from the end of the previous turn to the submission of this one.
+            Tools and the environment use this time. 0 for the first turn.
+        rewards: the named rewards, which are part of ``reward``.
+        lora: the name of the adapter that sampled the turn, or "" without an adapter.
     """
 
     start: int
@@ -51,7 +51,7 @@ class TrajectoryTiming(NamedTuple):
     """The durations of a trajectory.
 
     Attributes:
-        started: Unix time in seconds.
+        started: the time at which the session began, in seconds since the Unix epoch.
         total: seconds from ``started`` to the end.
         generating: seconds of ``total`` spent waiting for turns. The environment used the rest.
     """

@@ -22,17 +22,17 @@ from .shared import Shared
 
 
 class TurnSampler:
-    """Sends the turns of a session to engines, and ends them.
+    """Samples the turns of a session on the engines, and can end a running turn early.
 
     Args:
-        gate: turns wait at it while a run is paused.
+        gate: the gate at which turns wait while a run is paused, or None.
 
     Attributes:
-        limit: time limit of the whole session. Time spent waiting at the gate does not count.
-        closed: no more turn begins.
-        call: the call of the turn that is being sampled.
-        continues: whether a turn that the engines return unfinished ("abort") is sampled to its
-            end.
+        limit: the time limit of the whole session. Time spent waiting at the gate does not count.
+        closed: whether the session is closed. No turn begins afterwards.
+        call: the call of the turn that is being sampled, or None.
+        continues: whether a turn that an engine returns unfinished (finish reason "abort") is sent
+            again and sampled to its end.
     """
 
     def __init__(self, spec: SessionSpec, shared: Shared, gate: Gate | None) -> None:
@@ -140,7 +140,7 @@ class TurnSampler:
             if self.has_closed:
                 raise Closed("the session was closed")
             if completion is None or not len(completion.output_ids):
-                # No token of this turn will have an older version.
+                # The turn has no token yet, and none of its tokens will have an older version.
                 running[self] = spec.requests.versions(lora)
             if not ids.startswith(self._route.tokens):
                 self._route = Route(b"")
@@ -176,13 +176,13 @@ class TurnSeeds:
     """Derives a seed for each turn, so that sessions with the same seed sample different texts.
 
     Args:
-        path: which of the sessions with the same seed this is.
+        path: numbers or texts that identify this session among the sessions with the same seed.
     """
 
     def __init__(self, path: tuple[int | str, ...]) -> None:
         self.path = path
         self._turns = 0
-        """Number of turns that were sampled with the seeds of this path."""
+        """The number of turns that were sampled with the seeds of this path."""
         self._forks = 0
 
     def of_turn(self, seed: int) -> int:
@@ -195,14 +195,14 @@ class TurnSeeds:
         return derived_seed(seed, *self.path, self._turns)
 
     def turn_ended(self) -> None:
-        """Use another seed for the next turn, also if it continues from an earlier place."""
+        """Count a turn, so that the next turn gets another seed, also after ``go_back``."""
         self._turns += 1
 
     def select(self, *path: int | str) -> None:
-        """Use the seeds of this path for the turns from now on."""
+        """Derive the seeds of all later turns from this path."""
         self.path, self._turns = path, 0
 
     def fork(self) -> tuple[int | str, ...]:
-        """Return the path of another fork."""
+        """Return the path for a new fork. It differs from the paths of all other forks."""
         self._forks += 1
         return (*self.path, self._forks)

@@ -1,4 +1,4 @@
-"""Trajectories from lists of trajectories, of groups, or of both."""
+"""Iterate over the trajectories in a list of trajectories, of groups, or of both."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ One_co = TypeVar("One_co", covariant=True)
 
 
 class WholeGroup(Protocol[One_co]):
-    """A ``rollouts.Group``, which is in a package above this one."""
+    """A ``rollouts.Group``, which cannot be imported here from the higher package."""
 
     @property
     def trajectories(self) -> Sequence[One_co]: ...
@@ -21,7 +21,7 @@ Given = Iterable[One | WholeGroup[One]] | WholeGroup[One]
 
 
 def each_trajectory(given: Given[One]) -> Iterator[One]:
-    """Yield the given trajectories, and those of the given groups, in order."""
+    """Yield the given trajectories and the trajectories of the given groups, in order."""
     whole: Any = [given] if _is_group(given) else given
     for one in whole:
         if _is_group(one):
@@ -31,5 +31,5 @@ def each_trajectory(given: Given[One]) -> Iterator[One]:
 
 
 def _is_group(given: Any) -> bool:
-    # Sessions have a method of this name.
+    # ``Session.trajectories`` is a method, so test for a tuple.
     return isinstance(getattr(given, "trajectories", None), tuple)
