@@ -1,15 +1,15 @@
-"""Agent loops: run one coroutine per sample, thousands at a time, and deliver groups.
+"""Run an agent, one coroutine per sample, over a data set, and deliver groups of trajectories.
 
 * ``run``, ``config``: ``sglrl.rollout``, and its arguments;
 * ``runner``: starts the samples; ``core/rollout_plan.py`` decides which ones;
 * ``agent_host``: the interface to the place where agents run;
 * ``agent_tasks``, ``task_ending``: agents in this process, and agents that do not end;
-* ``agent_processes``, ``agent_worker``, ``agent_messages``: agents in processes of their own;
-* ``agent``: one sample, in any process;
-* ``dataset``, ``fingerprint``, ``state_file``: the items, and which of them are finished;
+* ``agent_processes``, ``agent_worker``, ``agent_messages``: agents in separate processes;
+* ``agent``: the run of one sample, in any process;
+* ``dataset``, ``fingerprint``, ``state_file``: the items of the data set, and the saved progress;
 * ``sample_limit``: the number of samples that run at a time;
-* ``delivery``, ``group``: ready groups on their way to the consumer;
-* ``failures``, ``metrics``, ``progress``: what failed samples lead to, and counts.
+* ``delivery``, ``group``: the delivery of ready groups to the consumer;
+* ``failures``, ``metrics``, ``progress``: the handling of failed samples, and the run's statistics.
 """
 
 from ..sessions.session import Session

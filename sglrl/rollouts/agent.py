@@ -24,7 +24,7 @@ Agent = Callable[[Session, Any], Awaitable[Any]]
 
 
 class Gateway(Protocol):
-    """Lets HTTP requests use sessions of this process."""
+    """An HTTP server of this process, through which agents can use sessions."""
 
     def lend(self, session: Session) -> AbstractAsyncContextManager[None]: ...
 
@@ -37,8 +37,8 @@ class NotAsync(UsageError):
 async def made_ready(agent: Agent | type[Any]) -> AsyncGenerator[Agent, None]:
     """Provide the agent as a callable.
 
-    For a class, or a ``functools.partial`` of a class, make an instance. Enter the instance if it
-    is a context manager. Any other agent does not change.
+    If the agent is a class, or a ``functools.partial`` of a class, make an instance. Enter the
+    instance if it is a context manager. Provide any other agent unchanged.
     """
     made_of = agent.func if isinstance(agent, functools.partial) else agent
     async with AsyncExitStack() as stack:
@@ -53,7 +53,7 @@ async def made_ready(agent: Agent | type[Any]) -> AsyncGenerator[Agent, None]:
                 f"functools.partial({made_of.__name__}, ...) to give it arguments"
             )
             raise
-        # As with any context manager, the value that entering returns is used.
+        # As in a ``with`` statement, the agent is the value that entering returns.
         if hasattr(instance, "__aenter__"):
             instance = await stack.enter_async_context(instance)
         elif hasattr(instance, "__enter__"):
@@ -70,7 +70,7 @@ async def load(spec: SessionSpec, item: int, *, must: bool) -> None:
     """Encode the prompt of an item, and warn once if it leaves no room for a response.
 
     Args:
-        must: raise the errors. Otherwise the agent gets them from its first turn, if it has one.
+        must: whether to raise errors of the prompt. If False, the agent's first turn raises them.
 
     Raises:
         InvalidRequest: the prompt cannot be encoded.
@@ -91,14 +91,15 @@ async def load(spec: SessionSpec, item: int, *, must: bool) -> None:
 async def play(
     agent: Agent, session: Session, item: Any, limit: Limit | None, gateway: Gateway | None
 ) -> Trajectory:
-    """Run the agent on the item and return the trajectory. Enter ``limit`` here.
+    """Run the agent on the item and return the trajectory.
 
     Args:
-        gateway: the agent may use the session over HTTP.
+        limit: the time limit, which this function enters.
+        gateway: the HTTP server of the session, or None if the agent does not use HTTP.
 
     Raises:
-        NotAsync: see there.
-        TimeoutError: the agent is late but continued; ``is_late`` is then true.
+        NotAsync: the agent is not a coroutine function.
+        TimeoutError: the agent returned after its time limit. ``is_late`` is then true.
         UsageError: the agent returned neither a reward nor a trajectory.
         InvalidRequest: the agent failed, and the prompt of the item leaves no room for a response.
         BaseException: the agent's own exceptions.
@@ -114,7 +115,7 @@ async def play(
     except Exception as error:
         problem = session.spec.too_long
         if problem and not session.turns:
-            # Whatever the agent makes of the error of its turn, another attempt cannot succeed.
+            # Another attempt cannot succeed, so replace the agent's own exception.
             raise InvalidRequest(f"the item cannot be sampled: {problem}") from error
         raise
     return _trajectory(session, result)
@@ -135,7 +136,7 @@ async def _result(agent: Agent, session: Session, item: Any, limit: Limit | None
 
 
 async def _explained(made: Awaitable[Any]) -> Any:
-    """Await the agent. Add a hint to an error of Python about a value that was not awaited."""
+    """Await the agent. If Python raises an error about a missing ``await``, add a hint to it."""
     try:
         return await made
     except (AttributeError, TypeError) as error:
@@ -146,7 +147,7 @@ async def _explained(made: Awaitable[Any]) -> Any:
 
 
 def is_late(limit: Limit | None) -> bool:
-    """Return whether the time is over, even if the event loop could not cancel the agent yet."""
+    """Return whether the time limit is over, also if the agent was not cancelled yet."""
     if limit is None:
         return False
     at = limit.when()
@@ -165,7 +166,7 @@ def too_late(timeout: float | None, error: BaseException | None) -> DeadlineExce
 
 
 def as_failure(error: BaseException) -> Exception:
-    """Convert the exception of an agent that was not cancelled to its sample's failure."""
+    """Convert the exception of an agent, which the run has not cancelled, to an ``Exception``."""
     if isinstance(error, asyncio.CancelledError):
         failure = SglrlError("the agent was cancelled by something that it awaited")
     elif isinstance(error, SystemExit):
@@ -211,7 +212,7 @@ def session_of_sample(
     """Return the session of one sample of a run.
 
     The numbers ``item`` and ``sample`` are added to the metadata, unless it has these names.
-    Together with ``tries``, the number of earlier attempts, they select the seeds of its turns.
+    These numbers and ``tries``, the number of earlier attempts, select the seeds of the turns.
     """
     session = Session(spec, gate, on_turn, (item, sample, tries))
     session.metadata.setdefault("item", item)

@@ -1,7 +1,7 @@
-"""The interface between a run and its agents, wherever they run.
+"""The interface between a run and the host that runs its agents.
 
 ``AgentTasks`` runs agents as tasks of this event loop. ``AgentProcesses`` runs them in other
-processes. The run begins samples, and the host reports one end for each of them.
+processes. The run begins samples, and the host reports one ``End`` for each of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Failed(NamedTuple):
     """The agent has failed.
 
     Attributes:
-        fatal: every other sample would fail in the same way, so the run ends.
+        fatal: whether the run must end, because every other sample would fail in the same way.
     """
 
     error: Exception
@@ -42,7 +42,7 @@ class GivenUp(NamedTuple):
     """The sample was cancelled because it is no longer useful.
 
     Attributes:
-        reason: why the sample is lost, see ``core/rollout_group.py``.
+        reason: ``STALE`` or ``GIVEN_UP`` of ``core/rollout_group.py``.
     """
 
     reason: str
@@ -67,7 +67,7 @@ class AgentHost(Protocol):
 
     @property
     def paused(self) -> bool:
-        """Whether no turn may begin."""
+        """Whether the host is paused, so that no turn may begin."""
 
     @property
     def room_for_suspect(self) -> bool:
@@ -96,20 +96,20 @@ class AgentHost(Protocol):
     def oldest_versions(self, sample: Sample) -> Versions:
         """Return the oldest version of each policy that has sampled a token of a running sample.
 
-        It is empty before the first token, and if it is not known here.
+        The result is empty before the first token, or if this process does not know the versions.
         """
 
     def give_up(self, sample: Sample, reason: str) -> None:
-        """Cancel a running sample. Report ``GivenUp`` later. Do nothing if this was done before."""
+        """Cancel a running sample, and report ``GivenUp`` later. Safe to call again."""
 
     def stop(self) -> None:
-        """Give no more turns to any agent: the run is ending. Its samples need no report."""
+        """End all turns, because the run is ending. Samples that still run need no report."""
 
     def forget(self, group: Group) -> None:
-        """Drop what is kept for the samples of a group. None of them will begin."""
+        """Drop the data that is kept for a group, because none of its samples will begin again."""
 
     async def pause(self) -> bool:
-        """Wait until no turn runs. Return False if the run was resumed before that."""
+        """Let no turn begin, and wait until no turn runs. Return False if resumed meanwhile."""
 
     def resume(self) -> None:
         """Let turns begin again."""

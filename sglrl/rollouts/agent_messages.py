@@ -1,4 +1,7 @@
-"""Messages between a run and its processes (``agent_processes.py``, ``agent_worker.py``)."""
+"""The messages between the driver of a run and the processes that run its agents.
+
+``agent_processes.py`` is the driver's side, and ``agent_worker.py`` runs in the processes.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +25,17 @@ FAILED: Final = "failed"
 LATE: Final = "late"
 STALE: Final = "stale"
 _OWN: Final = "sglrl."
-"""Prefix for the names of sglrl's own errors. Classes of other packages may have equal names."""
+"""The prefix that tells the names of sglrl's errors from equal names in other packages."""
 
 
 class Settings(NamedTuple):
-    """All settings that the processes of one run need. They are pickled for their fork server.
+    """The settings that the processes of one run need. They are pickled for the fork server.
 
-    The fields without a description are those of the run and its client.
+    All other fields are arguments of ``rollout`` or values of its client.
 
     Attributes:
-        driver: process id of the driver.
-        call_timeout: seconds that each call of the client may take; None: no limit.
+        driver: the process id of the driver.
+        call_timeout: the client's time limit for each call in seconds. None: no limit.
     """
 
     driver: int
@@ -49,22 +52,22 @@ class Settings(NamedTuple):
 class Outcome(msgspec.Struct, array_like=True, frozen=True):
     """The result of one sample, and statistics of turns.
 
-    The statistics cover all turns that have finished in this process since its previous outcome,
-    of any sample.
+    The statistics cover all turns of all samples that have finished in this process since its
+    previous outcome.
 
     Attributes:
-        how: DONE, FAILED, LATE or STALE. DONE comes with ``trajectory`` and ``oldest``; FAILED and
+        how: DONE, FAILED, LATE or STALE. DONE comes with ``trajectory`` and ``oldest``. FAILED and
             LATE come with ``error``.
-        turns: number of turns.
-        prompt_bytes: bytes of their prompts.
-        cached_tokens: prompt tokens that came from the prefix cache.
-        new_bytes: bytes of their new tokens.
+        turns: the number of finished turns.
+        prompt_bytes: the size of their prompts in bytes.
+        cached_tokens: the number of their prompt tokens that came from the prefix cache.
+        new_bytes: the size of their sampled tokens in bytes.
         oldest: ``oldest_versions`` of the trajectory.
-        refused: the sample failed because the pool accepts no more calls.
-        cut_off: the sample failed because this process has lost its connection to the pool.
-        fatal: the run must end.
-        hangs_at: stack of an agent that continued after its cancellation. The sample finished
-            without this agent.
+        refused: whether the sample failed because the pool accepts no more calls.
+        cut_off: whether the sample failed because this process has lost its connection to the pool.
+        fatal: whether the run must end.
+        hangs_at: the stack of an agent that continued after its cancellation, or "". The sample
+            finished without this agent.
     """
 
     how: str
@@ -82,9 +85,10 @@ class Outcome(msgspec.Struct, array_like=True, frozen=True):
 
 
 def body_of(error: Exception) -> ErrorBody:
-    """Encode an error under a name that the driver knows, so that the driver can decide on retries.
+    """Encode an error for the driver.
 
-    Errors of other packages get a traceback, which shows their origin.
+    The driver can restore errors of sglrl as their class, to decide on retries. Other errors are
+    sent with a traceback, which shows their origin.
     """
     for cls in type(error).__mro__:
         if DRIVER_ERRORS.get(cls.__name__) is cls:
@@ -94,7 +98,7 @@ def body_of(error: Exception) -> ErrorBody:
 
 
 def error_from(body: ErrorBody) -> SglrlError:
-    """Decode an error: sglrl's own errors as their class, all others as a ``RemoteError``."""
+    """Decode an error. Errors of sglrl get their own class, and others become ``RemoteError``."""
     known = DRIVER_ERRORS.get(body.kind.removeprefix(_OWN)) if body.kind.startswith(_OWN) else None
     if known is not None:
         return known(body.message)
@@ -103,7 +107,7 @@ def error_from(body: ErrorBody) -> SglrlError:
 
 
 def sampling_to(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Prepare a session's arguments for a message: replace ``SamplingParams`` by its fields."""
+    """Prepare the arguments of a session for a message: replace ``SamplingParams`` by a dict."""
     sampling = arguments.get("sampling")
     if isinstance(sampling, SamplingParams):
         return {**arguments, "sampling": msgspec.structs.asdict(sampling)}

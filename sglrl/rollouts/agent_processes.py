@@ -1,8 +1,8 @@
 """Run agents in separate processes: the driver's side of ``agent_worker.py``.
 
-The processes are actors, as of ``sglrl.spawn``. A sample is one call to the process with the
-fewest samples. The fabric handles cancellation, process deaths and replacements, as for every actor
-call. No task of the driver waits for a sample.
+The processes are actors, like those of ``sglrl.spawn``. Each sample is one call, which is sent to
+the process with the fewest samples. The fabric handles cancellation, process deaths and
+replacements, as for every actor call. No task of the driver waits for a sample.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
     from ..client.client import Client
 
 _ANY_NUMBER: Final = 1 << 30
-"""No limit for the actor's queues: the run limits the number of samples."""
+"""The size of the actor's queues. It is no real limit, because the run limits the samples."""
 _HANG_SECONDS: Final = 300.0
 _MIN_HANG_SECONDS: Final = 10.0
-"""A process whose event loop an agent blocks for this long is killed.
+"""The bounds of the time after which a process with a blocked event loop is killed.
 
 The time is the timeout of the samples, but at least ``_MIN_HANG_SECONDS`` and at most
 ``_HANG_SECONDS``.
@@ -54,13 +54,15 @@ _call_arguments: Final = Body(Any)
 _START_SECONDS: Final = 120.0
 _SHUTDOWN_SECONDS: Final = 5.0
 _RESTARTS: Final = 12
-"""Restarts of one process per minute. A start is quick, and one sample may kill several processes.
+"""The largest number of restarts of one process per minute.
+
+Starts are quick, and one sample may kill several processes.
 """
 _SUSPECT_DEATHS: Final = 4
-"""The run ends after too many deaths of processes in a row without any outcome of a sample.
+"""How many deaths of processes in a row, without an outcome of a sample, the run accepts.
 
-The limit is this number for each process, and once more. One item kills each process at most this
-often: see ``core/rollout_plan.py``.
+The run ends after this number of deaths times one more than the number of processes. A single item
+kills fewer processes than that: see ``core/rollout_plan.py``.
 """
 
 
@@ -68,7 +70,7 @@ class _Away:
     """A sample that runs in another process. This object is the ``Reply`` of its call.
 
     Attributes:
-        alone_in: index of the process that runs this suspect and no other suspect, if any.
+        alone_in: the index of the process that runs this sample as its only suspect, or None.
     """
 
     __slots__ = ("alone_in", "call", "processes", "sample")
@@ -80,7 +82,7 @@ class _Away:
         self.alone_in: int | None = None
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
-        """Ignore chunks: the call has none."""
+        """Ignore the chunk. The call of a sample sends no chunks."""
 
     def restart(self, call: Call) -> None:
         """Do nothing. An agent may have side effects, so its call does not restart."""
@@ -96,8 +98,8 @@ class AgentProcesses(DriverListener):
 
     Args:
         config: ``config.processes`` is the number of processes.
-        on_turns: called with bytes of the prompts of the turns that a process has finished, cached
-            prompt tokens, bytes of their new tokens, and the number of turns.
+        on_turns: called with statistics of turns that a process has finished: the bytes of their
+            prompts, the cached prompt tokens, the bytes of their new tokens, and their number.
         on_end: called with the end of each sample.
         on_room: called when a process is added.
 
@@ -106,7 +108,7 @@ class AgentProcesses(DriverListener):
     """
 
     turns_running = None
-    """Only the processes know their turns."""
+    """None, because only the processes know the turns that run."""
 
     def __init__(
         self,
@@ -125,11 +127,11 @@ class AgentProcesses(DriverListener):
         self._on_room = on_room
         self._running: dict[core.Sample, _Away] = {}
         self._suspects: set[int] = set()
-        """Processes that run a suspect: see ``core/rollout_plan.py``."""
+        """The indices of the processes that run a suspect: see ``core/rollout_plan.py``."""
         self._arguments: dict[core.Group, Mapping[str, Any] | None] = {}
-        """Arguments of a group's sessions. None: the processes derive them from the item."""
+        """The arguments of a group's sessions. None: the processes derive them from the item."""
         self._dead: set[Any] = set()
-        """Processes that have died since the last outcome of a sample."""
+        """The processes that have died since the last outcome of a sample."""
         self._max_dead = _SUSPECT_DEATHS * (count + 1)
         self.paused = False
         settings = Settings(
@@ -163,8 +165,8 @@ class AgentProcesses(DriverListener):
             more=lambda n, present: [launch_spec] * n,
             name="the processes of a rollout",
             launcher=LocalLauncher(
-                # A process that renders messages imports transformers, which takes seconds. It will
-                # if this process did.
+                # Importing transformers takes seconds. If this process has imported it, let the
+                # fork server import it for all processes.
                 "tokenizer" if "transformers" in sys.modules else "plain",
                 None,
                 _START_SECONDS,
@@ -172,7 +174,7 @@ class AgentProcesses(DriverListener):
             fabric=FabricConfig(max_queue=_ANY_NUMBER, max_queue_bytes=_ANY_NUMBER),
             config=PoolConfig(
                 start_timeout=_START_SECONDS,
-                # Cancelled agents get their grace period, and context managers time to exit.
+                # Add the grace period of cancelled agents to the time for context managers to exit.
                 shutdown_timeout=_SHUTDOWN_SECONDS + GRACE_SECONDS,
                 hang_timeout=hang,
                 restarts=_RESTARTS,
@@ -264,9 +266,10 @@ class AgentProcesses(DriverListener):
         return body, frames
 
     def _arguments_of(self, group: core.Group) -> Mapping[str, Any] | None:
-        """Return the entry of ``_arguments`` for a group.
+        """Return the arguments of a group's sessions, see ``_arguments``.
 
-        Raise an exception for wrong arguments, as far as this process can check them.
+        Raises:
+            Exception: ``open_session`` failed, or its arguments are wrong.
         """
         config = self._config
         if config.open_session is session_arguments and type(group.item) in (dict, str, list):
@@ -280,7 +283,7 @@ class AgentProcesses(DriverListener):
     # --- ends of samples --------------------------------------------------------------------------
 
     def oldest_versions(self, sample: core.Sample) -> Versions:
-        """Return no versions. The sample's process knows them and checks them."""
+        """Return no versions, because the process of the sample checks its staleness itself."""
         return {}
 
     def give_up(self, sample: core.Sample, reason: str) -> None:
@@ -295,7 +298,7 @@ class AgentProcesses(DriverListener):
         self._running.clear()
 
     def _cancel(self, away: _Away) -> None:
-        """Cancel a call. Its end is not reported."""
+        """Cancel the call of a sample, whose end is then not reported."""
         self._not_alone(away)
         if away.call is not None:
             self.driver.cancel(away.call)
@@ -364,7 +367,7 @@ class AgentProcesses(DriverListener):
         return Failed(error or ProtocolError(f"a sample ended {outcome.how!r}"), fatal)
 
     def _expel(self, away: _Away, reason: str) -> None:
-        """Kill the process of a sample. Its other samples are lost, too."""
+        """Kill the process of a sample. The other samples of the process are lost, too."""
         worker = None if away.call is None else away.call.worker
         if worker is not None:
             self._pool.expel(worker.index, reason)
@@ -375,7 +378,7 @@ class AgentProcesses(DriverListener):
         self.paused = True
         if not self._runs:
             return True
-        # Turns of a lost process do not run any more.
+        # A process that is lost meanwhile runs no more turns, so it need not answer.
         paused = await ask_all(self.driver, self._endpoints["pause"])
         return self.paused and all(paused.values())
 

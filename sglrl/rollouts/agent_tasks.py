@@ -39,9 +39,9 @@ class _Attempt:
     """One attempt of a sample, and the owner of its task.
 
     Attributes:
-        task: None before its first step. A task that is cancelled before its first step would end
-            without an exception in the agent.
-        given_up: the reason why the sample was given up; "" if it was not.
+        task: the task that runs the agent, or None before its first step. A task that is cancelled
+            before its first step would end without running any code.
+        given_up: the reason why the sample was given up, or "".
     """
 
     __slots__ = ("given_up", "host", "limit", "sample", "session", "task")
@@ -69,8 +69,8 @@ class AgentTasks:
 
     Args:
         tasks: runs the tasks, and ends them with the run.
-        on_turn: called with the size of each turn: bytes of its prompt, cached prompt tokens, bytes
-            of its new tokens.
+        on_turn: called after each turn with the bytes of its prompt, the number of cached prompt
+            tokens, and the bytes of its new tokens.
         on_end: called with the end of each sample.
     """
 
@@ -129,7 +129,7 @@ class AgentTasks:
         self._specs.pop(group, None)
 
     async def _run(self, attempt: _Attempt) -> None:
-        """Run one attempt to its end. Raise only exceptions that end the program."""
+        """Run one attempt and report its end. Raise only exceptions that end the program."""
         session, timeout = attempt.session, self._config.timeout
         task = attempt.task = asyncio.current_task()
         assert task is not None
@@ -156,7 +156,7 @@ class AgentTasks:
             return GivenUp(attempt.given_up)
         if is_late(attempt.limit):
             return Late(too_late(self._config.timeout, error))
-        # If a turn was refused, no other sample would get a turn either, whatever the agent raised.
+        # If a turn was refused, no other sample would get a turn, so the run must end.
         fatal = isinstance(error, NotAsync) or attempt.session.refused
         return Failed(as_failure(error), fatal)
 
@@ -172,7 +172,7 @@ class AgentTasks:
             self._running.pop(attempt.sample, None)
 
     def _report(self, attempt: _Attempt, end: End) -> None:
-        # An abandoned agent may still end. Its sample may run again by then.
+        # An abandoned agent may end later, when another attempt of its sample runs. Ignore it.
         if self._running.get(attempt.sample) is attempt:
             del self._running[attempt.sample]
             self._on_end(attempt.sample, end)
@@ -189,7 +189,7 @@ class AgentTasks:
                 self._tasks.cancel(attempt.task, reason)
 
     def stop(self) -> None:
-        # Agents that continue after their cancellation get no turn and wait for none.
+        # Close the sessions, so that agents that ignore their cancellation get no more turns.
         for attempt in self._running.values():
             attempt.session.close()
 

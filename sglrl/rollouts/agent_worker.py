@@ -1,8 +1,8 @@
-"""Run agents of a run in this process: the actor that ``agent_processes.py`` spawns.
+"""The actor that runs agents in a separate process. ``agent_processes.py`` spawns it.
 
 The process is a client of the run's pool, like any other process that calls ``sglrl.connect``. So
-its turns are routed together with the turns of all other clients. The driver makes all decisions
-about the run. This process runs samples, and ends late and stale ones.
+its turns are routed together with the turns of all other clients. The driver decides which samples
+run. This process runs them, and ends samples that are late or stale.
 """
 
 from __future__ import annotations
@@ -52,14 +52,15 @@ logger = logging.getLogger("sglrl.rollout")
 _metadata: Final = Body(dict[Any, Any])
 _MAX_THREADS: Final = 4096
 _KEPT: Final = 1024
-"""Maximum groups whose prompt is kept for later samples."""
+"""The maximum number of groups whose spec, with the encoded prompt, is kept for later samples."""
 
 
 class _Sample:
     """A sample that is running.
 
     Attributes:
-        outcome: set when the agent has ended, or when this process stops waiting for the agent.
+        outcome: the future of the outcome. It is done when the agent has ended, or when this
+            process stops waiting for the agent.
     """
 
     __slots__ = ("index", "item", "limit", "outcome", "session", "stale", "task")
@@ -76,7 +77,7 @@ class _Sample:
 
 
 class AgentWorker(Actor):
-    """The actor. Each run has a subclass with its ``settings``."""
+    """Runs agents in its process. Each run makes a subclass with its own ``settings``."""
 
     settings: ClassVar[Settings]
 
@@ -90,13 +91,13 @@ class AgentWorker(Actor):
         self._specs: OrderedDict[tuple[int, int], SessionSpec] = OrderedDict()
         self._samples: set[_Sample] = set()
         self._count = [0, 0, 0, 0]
-        """Counts since the last report to the driver.
+        """Statistics of the turns since the last report to the driver.
 
-        These are turns, bytes of their prompts, cached prompt tokens, and new bytes.
+        These are the turns, the bytes of their prompts, cached prompt tokens, and new bytes.
         """
 
     async def open(self) -> None:
-        # Imported here because a client has sessions, and these are part of this package.
+        # Imported here to avoid an import cycle between clients, sessions and runs.
         from ..remote.client import client_of
         from ..remote.pool import RemotePool
 
@@ -105,7 +106,7 @@ class AgentWorker(Actor):
         client = client_of(self._pool, model=settings.model, timeout=settings.call_timeout)
         self._client = await self._stack.enter_async_context(client)
         self._pool.weights.on_version.add(self._on_version)
-        # ``rollout`` recommends these settings for any program. This process applies them itself.
+        # Reduce the time of the garbage collector, as the docstring of ``rollout`` recommends.
         gc.freeze()
         gc.set_threshold(50_000, 20, 100)
         if settings.gateway:
@@ -115,7 +116,7 @@ class AgentWorker(Actor):
             self._gateway = await self._stack.enter_async_context(
                 local_gateway(self._client, settings.gateway)
             )
-            # Agents that block run in the threads of the event loop.
+            # With a gateway, agents that block run in the threads of this executor.
             threads = ThreadPoolExecutor(_MAX_THREADS, "agent")
             asyncio.get_running_loop().set_default_executor(threads)
         self._agent = await self._stack.enter_async_context(made_ready(settings.agent))
@@ -140,12 +141,13 @@ class AgentWorker(Actor):
         """Run one sample.
 
         Args:
-            number: number of the item in the data set.
-            tries: number of earlier attempts of its group.
-            index: index of the sample.
-            attempts: number of earlier attempts of the sample.
+            number: the number of the item in the data set.
+            tries: the number of earlier attempts of the group.
+            index: the index of the sample in its group.
+            attempts: the number of earlier attempts of the sample.
             versions: the policy versions that the driver has used for its plan.
-            arguments: arguments of the session. None: derive them from the item.
+            item: the item of the data set.
+            arguments: the arguments of the session. None: derive them from the item.
         """
         sample = _Sample(number, index)
         self._samples.add(sample)
@@ -189,7 +191,7 @@ class AgentWorker(Actor):
         except GeneratorExit:
             raise
         except BaseException as error:
-            # The driver does not wait for a sample that it has cancelled, whatever its result.
+            # If the driver has cancelled this sample, it ignores the outcome.
             if sample.stale:
                 return self._outcome(STALE)
             if is_late(sample.limit):
@@ -201,9 +203,9 @@ class AgentWorker(Actor):
 
     @endpoint
     async def pause(self) -> bool:
-        """Begin no further turn, and wait until none runs.
+        """Let no turn begin, and wait until no turn runs.
 
-        Return False if the run was resumed before that.
+        Return False if the run was resumed before all turns had ended.
         """
         self._gate.close()
         return await self._gate.empty()
@@ -217,7 +219,7 @@ class AgentWorker(Actor):
     def _spec_of(
         self, number: int, tries: int, item: Any, arguments: dict[str, Any] | None
     ) -> SessionSpec:
-        """Return the spec that is shared by samples of a group that run here at similar times."""
+        """Return the spec of a group, which the samples of the group in this process share."""
         spec = self._specs.get((number, tries))
         if spec is None:
             own = session_arguments(item) if arguments is None else sampling_from(arguments)
@@ -277,7 +279,7 @@ class AgentWorker(Actor):
         end_without(sample.task)
 
     def _on_version(self) -> None:
-        """Cancel the samples that are now too old. The run delivers none of their tokens."""
+        """Cancel the samples that are too old after a weight update. They are never delivered."""
         most = self.settings.max_staleness
         if most is None:
             return
@@ -293,9 +295,9 @@ class AgentWorker(Actor):
         return Outcome(how, turns, prompt, cached, new, **more)
 
     def _unheard(self, error: Exception) -> Outcome:
-        """Return the outcome of a cancelled sample, without counts.
+        """Return the outcome of a cancelled sample, without statistics.
 
-        The driver may ignore this outcome. The next outcome reports the counts.
+        The driver may ignore this outcome, so the next outcome reports the statistics.
         """
         return Outcome(FAILED, 0, 0, 0, 0, error=body_of(error))
 
@@ -328,7 +330,7 @@ def _check_metadata(trajectory: Trajectory) -> None:
 def _say_it_there(driver: int) -> None:
     """Write this process's output and logs to the driver's standard files from now on.
 
-    Earlier output is in this process's own log, which is shown if the process does not start.
+    Output from before this call is in the process's own log, which is shown if the start fails.
     """
     for fd in (1, 2):
         with contextlib.suppress(OSError):

@@ -19,19 +19,20 @@ logger = logging.getLogger("sglrl.rollout")
 
 BLOCKED_SECONDS: Final = 1.0
 _STEPS: Final = 4
-"""Number of steps of this time. A process that was suspended meanwhile counts as one step late."""
+"""The number of checks in ``BLOCKED_SECONDS``. A suspension of the process counts as one check."""
 _OF_LOOPS: Final = ("asyncio/events.py", "asyncio/base_events.py", "asyncio/runners.py")
-"""Files whose frames come before those of a task."""
+"""The files of asyncio whose frames come before the frames of a task."""
 _PACKAGE: Final = str(Path(__file__).parents[1])
 
 
 class LoopWatch:
-    """Logs one warning if the running event loop makes no turn for ``BLOCKED_SECONDS``.
+    """Logs one warning if the running event loop is blocked for ``BLOCKED_SECONDS``.
 
-    A thread asks the loop for a turn, and looks at the loop's stack if there is none.
+    A thread schedules callbacks on the loop. If a callback does not run, the thread logs the stack
+    of the loop's thread.
 
     Args:
-        is_busy: whether agents run, which the block delays. The thread calls it.
+        is_busy: returns whether agents run, which the block delays. The thread calls this function.
     """
 
     def __init__(self, is_busy: Callable[[], bool]) -> None:
@@ -76,7 +77,7 @@ class LoopWatch:
 
 
 def stack_of_task(frame: FrameType) -> str:
-    """Return the stack of a thread, without the first frames: those of its event loop and ours."""
+    """Return the stack of a thread without its first frames, which are of asyncio and sglrl."""
     frames = [*traceback.walk_stack(frame)][::-1]
     files = [f.f_code.co_filename for f, _ in frames]
     begin = max((i for i, file in enumerate(files) if file.endswith(_OF_LOOPS)), default=-1) + 1

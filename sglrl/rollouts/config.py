@@ -23,13 +23,11 @@ OnError = Literal["retry", "drop", "raise"]
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """The arguments of ``rollout``, which describes each of them.
-
-    ``timeout`` becomes a float.
+    """The checked arguments of ``rollout``, whose docstring describes them.
 
     Attributes:
-        session: arguments of ``Client.session`` for all items, with ``seed``. Sampling parameters
-            have the names of the fields of ``SamplingParams``.
+        session: the arguments of ``Client.session`` for all items, including ``seed``. Sampling
+            parameters have the names of the fields of ``SamplingParams``.
 
     Raises:
         UsageError: an argument is wrong.

@@ -1,7 +1,7 @@
-"""Read a data set item by item, and make the arguments of a session for an item.
+"""Read a data set item by item, and derive the arguments of a session from an item.
 
-At most one item is read ahead, and after a resumption the unfinished items of the earlier run.
-Reading never delays a sample.
+At most one item is read ahead. A resumed run first reads the items that the earlier run has read.
+An asynchronous data set is read in a task, so it does not delay samples.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ StartTask = Callable[[Coroutine[Any, Any, None], Owner], "asyncio.Task[None]"]
 
 
 class Items:
-    """The items of ``dataset`` that must be run, with their numbers in it.
+    """The items of a data set that must be run, with their numbers in the data set.
 
     Args:
+        dataset: an iterable, an async iterable, or a sequence of items.
         state: the ``state_dict`` of an earlier run, whose finished items are skipped.
-        on_read: called when an item arrives later than it was requested, or when the data set
-            turns out to be exhausted.
+        on_read: called when the task that reads an async iterable has read an item or has ended.
 
     Attributes:
-        error: the exception, if the data set raised one, or is not that of ``state``.
-        total: number of items that must be run, or None if the data set does not know it.
+        error: the exception of the data set, or the reason why it does not match ``state``.
+        total: the number of items that must be run, or None if it is not known.
 
     Raises:
-        UsageError: the data set cannot be iterated, ``state`` is wrong, or it is of a data set of
+        UsageError: the data set cannot be iterated, or ``state`` is wrong or is from a data set of
             another length.
     """
 
@@ -56,7 +56,7 @@ class Items:
         self._unfinished_before = set(self._before.unfinished)
         self._on_read = on_read
         self._next: deque[tuple[int, Any]] = deque()
-        """Items that were read and not taken."""
+        """The items that were read and not taken, with their numbers."""
         self._fingerprint = Fingerprint()
         self._reading: asyncio.Task[None] | None = None
         self._read = 0
@@ -81,8 +81,8 @@ class Items:
         """Return the ``state`` for a later run over the same data set.
 
         Args:
-            next_index: the items from this number on were not taken from here.
-            unfinished: numbers of the items that were taken and are not finished.
+            next_index: the number of the first item after all items that were taken.
+            unfinished: the numbers of the items that were taken and are not finished.
         """
         before = self._before
         unread = {index for index in self._unfinished_before if index >= self._read}
@@ -99,19 +99,21 @@ class Items:
     def take(self, start: StartTask) -> tuple[int, Any] | None:
         """Return the next item, or None.
 
-        None means that the data set is exhausted, or that a task started by ``start`` now reads the
-        item.
+        None means that the data set is exhausted, or that a task is still reading the item.
+
+        Args:
+            start: starts the task that reads an async iterable.
         """
         self.request_next(start)
         return self._next.popleft() if self._is_ready else None
 
     @property
     def _is_ready(self) -> bool:
-        """Whether there is an item, and all items of the earlier run are known to be the same."""
+        """Whether an item was read, and the items of the earlier run have been compared."""
         return bool(self._next) and (self._ended or self._read >= self._before.read)
 
     def request_next(self, start: StartTask) -> None:
-        """Read the next item, or find out that there is none."""
+        """Read the next item, or start the task that reads it, unless an item is ready."""
         source = self._source
         if isinstance(source, AsyncIterator):
             if not self._is_ready and not self._ended and self._reading is None:
@@ -145,7 +147,7 @@ class Items:
         self._on_read()
 
     def abandoned(self, reason: str) -> None:
-        """Do nothing: the run ends without the next item."""
+        """Do nothing, because the run has ended and does not need the next item."""
 
     def _came(self, item: Any) -> None:
         index, self._read = self._read, self._read + 1
@@ -168,7 +170,7 @@ class Items:
             )
 
     def _reject(self, reason: str) -> None:
-        """End the data set, because it is not that of the earlier run. None of its items runs."""
+        """End the data set without running an item, because it differs from the earlier one."""
         self.error, self._ended = _mismatch(reason), True
         self._next.clear()
 
@@ -218,7 +220,7 @@ def optional_prompt(item: Any) -> Mapping[str, Any]:
 def prompts_of(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the prompts in an item, or in the arguments of a session.
 
-    A key whose value is None is not there: data sets fill missing columns with None.
+    Ignore keys whose value is None, because data sets fill missing columns with None.
     """
     return {k: given[k] for k in ("prompt", "messages", "input_ids") if given.get(k) is not None}
 
@@ -232,17 +234,17 @@ def _iterator(dataset: Any) -> Iterator[Any] | AsyncIterator[Any]:
         return iter(dataset)
     count = _length(dataset)
     if count is not None and hasattr(dataset, "__getitem__"):
-        # torch.utils.data.Dataset is of this kind. It may never raise an error for a missing item.
+        # A torch.utils.data.Dataset may not raise IndexError at its end, so iterate by its length.
         return (dataset[i] for i in range(count))
     raise UsageError(f"dataset must be an iterable of items, got {type(dataset).__name__}")
 
 
 def _length(dataset: Any) -> int | None:
-    """Return the number of items, or None if the data set does not know this number."""
+    """Return the number of items, or None if the data set has no length."""
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
-        # Some data sets have the method but no length, like torch's loaders of endless data sets.
+        # The ``__len__`` of some data sets raises, such as torch's loaders of endless data sets.
         return None
 
 

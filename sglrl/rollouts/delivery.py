@@ -1,4 +1,4 @@
-"""Deliver the ready groups of a run to its consumer."""
+"""Deliver the ready groups of a run to its consumers, and log why a consumer waits for long."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglrl.rollout")
 
 _HINT_SECONDS: Final = 10.0
-"""Wait of a consumer before the log says what it waits for, and between two looks at that."""
+"""The seconds after which the log states why a consumer waits, and between two such checks."""
 _FIRST_GROUPS: Final = "first groups"
-"""A reason to wait that needs no log entry after the first groups."""
+"""The reason to wait that is logged only before the first groups were taken."""
 
 
 class Delivery:
-    """Takes ready groups from the plan for its consumers, one after the other.
+    """Takes ready groups from the plan for the consumers, and serves one consumer after the other.
 
-    Owns the consumers that wait, and groups that were taken for an unfinished ``take``.
+    Owns the waiting consumers, and the groups that were taken for an unfinished ``take``.
 
     Args:
         keep: returns False to filter out a finished group. None: all groups are delivered.
-        check_end: raises an error if the run has ended for another reason than the end of the data
-            set. Called when there are no more groups.
+        check_end: called when there are no more groups. Raises an error unless the run has ended
+            with the data set.
         on_taken: called when more groups may begin.
     """
 
@@ -55,11 +55,11 @@ class Delivery:
         self._on_taken = on_taken
         self._partial: list[Group] = []
         self._turn = asyncio.Lock()
-        """Held by the consumer that gets the next groups. The others wait in order."""
+        """The lock of the consumer that gets the next groups. Other consumers wait in order."""
         self._arrival: asyncio.Future[None] | None = None
         self._hint_timer: asyncio.TimerHandle | None = None
         self._hinted: set[str] = set()
-        """The reasons to wait that are in the log since the last groups were taken."""
+        """The reasons to wait that were logged since the last groups were taken."""
         self._failure: BaseException | None = None
         self._closed = False
 
@@ -71,24 +71,24 @@ class Delivery:
     # --- called by the runner ---------------------------------------------------------------------
 
     def arrived(self, group: core.Group) -> None:
-        """Filter a group that is ready now, or notify the consumer."""
+        """Filter out a group that has become ready, or notify the consumer."""
         if self._keep is None or self._keep(self._made(group)):
             self.notify()
         else:
             self._plan.filter(group)
 
     def notify(self) -> None:
-        """Let a waiting consumer look at the plan again."""
+        """Wake a waiting consumer, so that it checks the plan again."""
         if self._arrival is not None and not self._arrival.done():
             self._arrival.set_result(None)
 
     def fail(self, failure: BaseException) -> None:
-        """Let ``take`` raise the failure that has ended the run, if too few groups are ready."""
+        """Record the failure that has ended the run. ``take`` raises it if it lacks groups."""
         self._failure = failure
         self.notify()
 
     def close(self) -> None:
-        """Let ``take`` return no more groups. A waiting consumer is notified later."""
+        """Let ``take`` return no more groups. Call ``notify`` afterwards."""
         self._closed = True
 
     # --- called by the consumer -------------------------------------------------------------------
@@ -137,7 +137,7 @@ class Delivery:
             self._hint_timer.cancel()
 
     def _hint(self) -> None:
-        """Log what a waiting consumer waits for, because it may not know this. Look again later."""
+        """Log why a consumer waits, if the reason is new. Schedule the next check."""
         loop = asyncio.get_running_loop()
         self._hint_timer = loop.call_later(_HINT_SECONDS, self._hint)
         plan = self._plan
@@ -173,18 +173,18 @@ class Delivery:
             )
 
     def _is_new(self, reason: str) -> bool:
-        """Return whether the log does not have a reason to wait yet. It has it from now on."""
+        """Return whether a reason to wait was not logged yet, and record it as logged."""
         new = reason not in self._hinted
         self._hinted.add(reason)
         return new
 
     def _take_ready(self, n: int) -> bool:
-        """Return whether there are ``n`` groups. Take them only then, or at the end."""
+        """Take ready groups if there are ``n`` of them, or at the end. Return whether there are."""
         plan = self._plan
         self._filter_lessened()
         while len(self._partial) < n:
             enough = len(self._partial) + len(plan.ready) >= n
-            # At the end, take all ready groups. Wait for groups that run or begin again.
+            # When the run is ending, take all ready groups, also if there are fewer than n.
             if not (enough or plan.ending):
                 break
             group = plan.take()
@@ -192,14 +192,14 @@ class Delivery:
                 break
             self._on_taken()
             made = self._made(group)
-            # Samples and group refer to each other. This saves the garbage collector some work.
+            # Samples and group refer to each other. Break the cycle for the garbage collector.
             group.samples.clear()
             self._metrics.count_taken(made)
             self._partial.append(made)
         return len(self._partial) >= n
 
     def _filter_lessened(self) -> None:
-        """Filter groups again that were ready to be kept with samples that they have lost since."""
+        """Call ``keep`` again for ready groups that have lost samples since the first call."""
         plan = self._plan
         while self._keep is not None and (group := plan.next_lessened()) is not None:
             if self._keep(self._made(group)):

@@ -1,6 +1,6 @@
-"""The failures of a run: what they lead to, and what is logged.
+"""Decide how a run reacts to failed samples, and log the failures.
 
-The log has each kind of error once in full, and later its count now and then.
+The first error of each kind is logged in full. Later errors of this kind are logged as a count.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from .sample_limit import SampleLimit
 logger = logging.getLogger("sglrl.rollout")
 
 _KEPT: Final = 100
-"""Number of latest errors that are kept."""
+"""The number of latest errors that are kept."""
 _SUSPECT: Final = 32
-"""The run ends if this many samples have finished and none was successful: the agent is faulty."""
+"""The run ends if its first samples, as many as this, have all failed: the agent is faulty."""
 _SHOWN_SLOW: Final = 8
-"""Number of slow items that are logged one by one."""
+"""The number of slow items that are logged one by one. Later ones are logged as a count."""
 _REMOTE_FRAME = re.compile(r'^  File "(.*)", line (\d+)', re.MULTILINE)
 
 
@@ -39,7 +39,7 @@ class FailurePolicy:
 
     Attributes:
         errors: the latest errors.
-        failed: number of failed attempts.
+        failed: the number of failed attempts.
     """
 
     def __init__(self, config: RolloutConfig, limit: SampleLimit) -> None:
@@ -49,14 +49,14 @@ class FailurePolicy:
         self.errors: deque[Exception] = deque(maxlen=_KEPT)
         self.failed = self._succeeded = 0
         self._too_slow = {False: 0, True: 0}
-        """Number of items that were too slow, by ``TooSlow.lost``."""
+        """The number of items that were too slow, by ``TooSlow.lost``."""
 
     def count_success(self) -> None:
         self._succeeded += 1
         self._failures.attempt(False, self._limit.value)
 
     def record(self, error: Exception) -> None:
-        """Keep an error that is not a failure of its sample."""
+        """Keep an error that does not count as a failure of its sample."""
         self.errors.append(error)
 
     def count_late(self, error: Exception, sample: Sample) -> None:
@@ -72,7 +72,7 @@ class FailurePolicy:
         """Count and log a failed attempt. Return whether the sample may run again.
 
         Args:
-            fatal: the failure ends the run.
+            fatal: whether the failure ends the run.
 
         Raises:
             Exception: ``error`` itself, if it ends the run, or if all samples so far have failed.
@@ -90,7 +90,7 @@ class FailurePolicy:
             raise error
 
     def log_too_slow(self, slow: TooSlow, plan: Plan) -> None:
-        """Log an item that was too slow for the trainer: the first ones, and later a count."""
+        """Log an item that was too slow for the trainer. Log only some of many such items."""
         self._too_slow[slow.lost] += 1
         count = self._too_slow[slow.lost]
         if count > _SHOWN_SLOW and count & (count - 1):
@@ -112,9 +112,9 @@ class FailurePolicy:
         )
 
     def log_totals(self, plan: Plan) -> None:
-        """Log at the end of the run how many groups were dropped, and why.
+        """Log the number of dropped and postponed groups, at the end of the run.
 
-        Log each kind of failure whose count has grown since its last log entry.
+        Also log each kind of failure whose count has grown since its last log entry.
         """
         for count, reason in (
             (plan.dropped - plan.dropped_stale, "failed samples"),

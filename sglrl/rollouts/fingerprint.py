@@ -1,4 +1,4 @@
-"""A fingerprint of the items of a data set, which is the same in another process."""
+"""Compute a fingerprint of the items of a data set that is the same in every process."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ import msgspec
 import numpy as np
 
 _MAX_VALUES: Final = 1024
-"""Values of an array that count."""
+"""The number of values of an array that its fingerprint includes."""
 _DEEPEST: Final = 32
 
 
 class Fingerprint:
     """The fingerprint of a sequence of items.
 
-    Texts, numbers, arrays, lists, mappings, dataclasses and msgspec structs count with their
-    values. Other objects count with the name of their class, because their text may differ from
-    process to process. A large array counts with its shape and its first values.
+    The fingerprint includes the values of texts, numbers, arrays, lists, mappings, dataclasses and
+    msgspec structs. Of a large array it includes the shape and the first values. Of another object
+    it includes only the name of the class, because its text may differ from process to process.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Fingerprint:
         return self._hash.hexdigest()
 
     def _put(self, tag: str, content: bytes = b"") -> None:
-        # With the length, two values are never the same bytes as another value.
+        # The length separates the values, so that different values never give the same bytes.
         self._hash.update(f"{tag}{len(content)}:".encode())
         self._hash.update(content)
 
@@ -78,7 +78,7 @@ class Fingerprint:
 
 
 def _alone(value: Any) -> str:
-    """Return the fingerprint of one value, by which unordered values are sorted."""
+    """Return the fingerprint of one value. Unordered values are sorted by it."""
     made = Fingerprint()
     made.add(value)
     return made.text

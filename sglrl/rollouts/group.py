@@ -1,4 +1,4 @@
-"""The result of a run: groups of trajectories."""
+"""``Group``: the trajectories of one item, which a run delivers."""
 
 from __future__ import annotations
 
@@ -17,13 +17,14 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The trajectories of one item of the data set.
 
     Attributes:
-        index: number of the item in the data set.
+        index: the number of the item in the data set.
         item: the item itself.
-        trajectories: those of the successful samples, in the order of the samples.
-        failed: number of failed samples.
-        stale: number of samples that were too old each time that they were sampled.
-        version: version of the policy when the group was delivered.
-        lora_versions: the versions at that time of the adapters that sampled in it, by name.
+        trajectories: the trajectories of the successful samples, in the order of the samples.
+        failed: the number of failed samples.
+        stale: the number of samples that are lost because they were older than ``max_staleness``.
+        version: the policy version of the model when the group was delivered.
+        lora_versions: the versions, at that time, of the adapters that sampled tokens of the group,
+            by name.
     """
 
     index: int
@@ -53,15 +54,15 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     @property
     def oldest_version(self) -> int:
-        """Policy version of the oldest token: that of the model."""
+        """The oldest version of the model that sampled a token of the group."""
         return min(t.oldest_version for t in self.trajectories)
 
     @property
     def staleness(self) -> int:
-        """The age of the oldest token in versions, when the group was delivered.
+        """The age of the oldest token, in policy versions, when the group was delivered.
 
-        It is relative to ``version``, or for a token of an adapter to its ``lora_versions`` if that
-        is more.
+        The age is relative to ``version``. A token that an adapter sampled also has an age relative
+        to ``lora_versions``, and the larger one counts.
         """
         oldest = oldest_of(t.oldest_versions for t in self.trajectories)
         return age({MODEL: self.version, **self.lora_versions}, oldest)

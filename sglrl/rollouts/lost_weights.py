@@ -1,4 +1,4 @@
-"""End a wait that only an update of all weights could end."""
+"""Stop waiting for engines when only an update of all weights could make them serve again."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ if TYPE_CHECKING:
     from ..client.client import Client
 
 _CHECK_SECONDS: Final = 2.0
-"""Seconds between two checks. The weights count as lost when two checks in a row find it."""
+"""Seconds between two checks. The weights are lost if all workers are stale in two in a row."""
 
 
 class UnlessWeightsLost:
-    """A context that raises ``WeightsLost`` when no process has the current weights any more.
+    """A context manager that raises ``WeightsLost`` when no worker has the current weights.
 
-    The program that waits is usually the one that makes the updates, so it would wait for itself.
+    The program that waits usually makes the weight updates itself. Without the error, it would wait
+    forever.
 
     Raises:
-        WeightsLost: all workers are "stale" for some seconds.
+        WeightsLost: all workers have been "stale" for some seconds.
     """
 
     def __init__(self, client: Client) -> None:

@@ -1,4 +1,4 @@
-"""The metrics of a run."""
+"""The metrics of a run: counts, rewards and distributions, for logs and loggers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .group import Group
 from .sample_limit import SampleLimit
 
 _RECENT: Final = 256
-"""Number of samples for the mean reward."""
+"""The number of latest samples in the mean reward."""
 _TRAJECTORIES: Final = 1024
-"""Number of delivered trajectories for distributions, and of delivered groups for their spread."""
+"""The number of latest delivered trajectories, and of groups, in distributions and deviations."""
 _TURNS: Final = 4096
-"""Number of turns for distributions."""
+"""The number of latest turns in distributions."""
 _LOSSES: Final = ("error", "timeout", STALE, GIVEN_UP)
 """The reasons for the loss of a sample."""
 
@@ -42,13 +42,13 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """The differences of totals between the two latest deliveries of groups, or since the begin.
+    """The growth of totals between the two latest deliveries of groups.
 
-    A delivery is a ``take``, a list of ``batches()`` or one group of a loop. All values are 0
-    before the first delivery.
+    A delivery is a ``take``, a list of ``batches()`` or one group of a loop. The first delivery is
+    compared with the beginning of the run. All values are 0 before it.
 
     Attributes:
-        samples_lost: for any reason.
+        samples_lost: the number of samples lost for any reason.
         seconds: the time between the deliveries.
         Others: see ``RolloutMetrics``.
     """
@@ -73,41 +73,41 @@ class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):
 class RolloutMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a run. Counts are totals, and times are in seconds.
 
-    Distributions and shares describe delivered trajectories: the latest 1,024 trajectories, groups
-    and the latest 4,096 turns. They are NaN without any.
+    Distributions and shares describe the latest 1,024 delivered trajectories and groups, and the
+    latest 4,096 turns of these. They are NaN without any.
 
     Attributes:
         groups_taken: groups that were delivered.
         groups_filtered: groups that ``keep`` rejected.
-        groups_dropped: groups that were given up for good.
-        groups_stale: those of them that had a sample which was always older than ``max_staleness``.
+        groups_dropped: groups that were given up and do not begin again.
+        groups_stale: dropped groups with a sample that was older than ``max_staleness`` each time.
         groups_postponed: groups that wait for the end of the data set, because a sample was too
             often older than ``max_staleness``.
-        groups_ready, groups_running: current numbers of groups.
-        samples_done: successful samples, without those of groups that were given up.
-        samples_running: current number of samples.
+        groups_ready, groups_running: the current numbers of groups.
+        samples_done: successful samples, without the samples of groups that were given up.
+        samples_running: the current number of running samples.
         samples_retried: failed samples that ran again, in total.
-        samples_lost: by reason: "error", "timeout", "stale", "given up" (with its group). "stale"
-            counts each run whose tokens became older than ``max_staleness``. Such a sample has not
-            failed: it runs again, and does not use ``retries``.
-        concurrency: current maximum of samples that run at a time.
-        turns, generated_tokens, prompt_tokens, cached_tokens: of all turns. Cached tokens are
-            prompt tokens that came from the prefix cache.
-        mean_reward: over the last 256 samples; NaN without any.
-        reward_std: standard deviation of the rewards of delivered trajectories.
-        group_reward_std: mean over the groups of the standard deviation within the group. Near 0,
-            the groups have little to learn from.
-        named_rewards: mean of each of ``Trajectory.named_rewards``, over the latest delivered
+        samples_lost: the numbers of lost samples by reason: "error", "timeout", "stale", or "given
+            up" (with the group). "stale" counts each run whose tokens became older than
+            ``max_staleness``. Such a sample runs again without using ``retries``.
+        concurrency: the current maximum of samples that run at a time.
+        turns, generated_tokens, prompt_tokens, cached_tokens: totals of all turns. Cached tokens
+            are prompt tokens that came from the prefix cache.
+        mean_reward: the mean reward of the last 256 samples; NaN without any.
+        reward_std: the standard deviation of the rewards of delivered trajectories.
+        group_reward_std: the mean of the standard deviations of the rewards within each group. Near
+            0, the groups have little to learn from.
+        named_rewards: the mean of each of ``Trajectory.named_rewards``, over the latest delivered
             trajectories that have it.
-        mean_staleness: of the delivered groups, in policy versions.
-        response_tokens: length of a response, with observations.
-        truncated: share of the trajectories whose last turn ended at its token limit
+        mean_staleness: the mean staleness of the delivered groups, in policy versions.
+        response_tokens: the length of a response, with observations.
+        truncated: the share of the trajectories whose last turn ended at its token limit
             (``finish_reason`` "length").
-        turn_seconds: duration of a turn.
-        tool_seconds: time between two turns of a trajectory.
-        branches: of delivered trajectories in total, see ``Trajectory.branches``.
-        seconds: since the run began.
-        step: the differences of the totals between the two latest deliveries.
+        turn_seconds: the duration of a turn.
+        tool_seconds: the time between two turns of a trajectory.
+        branches: the total number of ``Trajectory.branches`` of delivered trajectories.
+        seconds: the time since the run began.
+        step: the growth of the totals between the two latest deliveries.
     """
 
     groups_taken: int
@@ -146,8 +146,8 @@ class RolloutMetrics(msgspec.Struct, frozen=True, kw_only=True):
     def flat(self, prefix: str = "rollout/") -> dict[str, float]:
         """Return all metrics as numbers, for loggers such as W&B and TensorBoard.
 
-        The keys are the same in every call, but for named rewards, which appear with the first
-        trajectory that has them. Parts are joined with "/", as in
+        The keys are the same in every call, except the keys of named rewards. These appear with
+        the first trajectory that has such a reward. Parts of a key are joined with "/", as in
         "rollout/turn_seconds/p90". Values without data are NaN.
         """
         lost = {reason: self.samples_lost.get(reason, 0) for reason in _LOSSES}
@@ -160,7 +160,7 @@ class RolloutMetrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _numbers(path: str, values: dict[str, object]) -> Iterator[tuple[str, float]]:
-    """Yield the numbers in nested values, with their paths."""
+    """Yield the paths and the numbers in nested structs and dicts."""
     for name, value in values.items():
         if isinstance(value, msgspec.Struct):
             yield from _numbers(f"{path}{name}/", msgspec.structs.asdict(value))
@@ -172,7 +172,7 @@ def _numbers(path: str, values: dict[str, object]) -> Iterator[tuple[str, float]
 
 
 class _Latest:
-    """The latest values, at most ``count``."""
+    """Keeps the latest ``count`` values, for their mean and their distribution."""
 
     def __init__(self, count: int) -> None:
         self._values: NDArray[np.float64] = np.zeros(count)
@@ -184,7 +184,7 @@ class _Latest:
 
     @property
     def values(self) -> NDArray[np.float64]:
-        """The values, in any order."""
+        """The kept values, in any order."""
         return self._values[: self._added]
 
     @property
@@ -204,7 +204,7 @@ class _Latest:
 
 
 class MetricsRecorder:
-    """Counts the turns, tokens and rewards of one run. Also owns its clock.
+    """Counts the turns, tokens and rewards of one run, and measures its duration.
 
     The plan counts samples and groups.
     """
@@ -215,7 +215,7 @@ class MetricsRecorder:
         self._turns = self._prompt_bytes = self._cached = self._new_bytes = 0
         self._rewards: deque[float] = deque(maxlen=_RECENT)
         self._staleness = 0
-        """Sum of the staleness of the delivered groups."""
+        """The sum of the staleness of the delivered groups."""
         self._all_rewards = _Latest(_TRAJECTORIES)
         self._named_rewards: dict[str, _Latest] = {}
         self._group_stds = _Latest(_TRAJECTORIES)
@@ -241,9 +241,10 @@ class MetricsRecorder:
         """Count finished turns.
 
         Args:
-            prompt_bytes: bytes of the token ids of their prompts.
-            cached: prompt tokens that came from the prefix cache.
-            new_bytes: bytes of the token ids that they generated.
+            prompt_bytes: the size of the prompts' token ids in bytes.
+            cached: the number of prompt tokens that came from the prefix cache.
+            new_bytes: the size of the generated token ids in bytes.
+            turns: the number of finished turns.
         """
         self._turns += turns
         self._prompt_bytes += prompt_bytes
@@ -254,7 +255,7 @@ class MetricsRecorder:
         self._rewards.append(reward)
 
     def count_taken(self, group: Group) -> None:
-        """Record a group that a consumer has taken, or is about to take with others."""
+        """Record a group that was taken from the plan for a consumer."""
         self._staleness += group.staleness
         rewards = [trajectory.reward for trajectory in group.trajectories]
         mean = sum(rewards) / len(rewards)
@@ -274,14 +275,14 @@ class MetricsRecorder:
                     self._tool_seconds.add(turn.seconds_before)
 
     def count_delivery(self) -> None:
-        """End a step: the consumer gets groups now."""
+        """Record a delivery to the consumer, and compute the metrics of the step that it ends."""
         totals = self._totals()
         totals["samples_lost"] = self._plan.lost.total()
         before, self._delivered = self._delivered, totals
         self._step = StepMetrics(**{name: totals[name] - before.get(name, 0) for name in totals})
 
     def _totals(self) -> dict[str, Any]:
-        """Return the totals. ``StepMetrics`` is the difference of two of them."""
+        """Return the totals. ``StepMetrics`` has the differences between two such results."""
         plan = self._plan
         until = self._ended_at or time.monotonic()
         return {

@@ -1,4 +1,4 @@
-"""Show the progress of a run: a live line on a terminal, else a log line every 10 seconds."""
+"""Show the progress of a run: a live line on a terminal, or a log line every 10 seconds."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ LOGGED_SECONDS = 10.0
 
 
 class RolloutProgress:
-    """Shows metrics.
+    """Shows the metrics of a run on the terminal or in the log.
 
     Args:
-        total: the number of items of the data set, if it is known.
-        wanted: whether to show progress; None: only on a terminal.
+        total: the number of items of the data set, or None if it is not known.
+        wanted: whether to show progress. None: only on a terminal.
     """
 
     def __init__(self, total: int | None, wanted: bool | None) -> None:
@@ -85,7 +85,7 @@ def describe(metrics: RolloutMetrics, total: int | None = None) -> str:
     """Return the metrics as one line.
 
     Args:
-        total: the number of items of the data set, if it is known.
+        total: the number of items of the data set, or None if it is not known.
     """
     done = metrics.groups_taken
     parts = [

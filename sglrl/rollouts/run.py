@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ..client.client import Client
 
 _MAX_SAMPLES: Final = 100_000
-"""Maximum samples of an item. All samples of a group are created when the group begins."""
+"""The maximum ``group_size``. All samples of a group are created when the group begins."""
 
 
 def rollout(
@@ -76,94 +76,93 @@ def rollout(
         agent: ``await agent(session, item)`` returns the reward, a dict of named rewards, or a
             ``Trajectory``. It may return None if it has called ``session.reward``. If the agent is
             a class, the run makes an instance, and enters it if it is a context manager. With
-            ``processes``, each process does this.
-        dataset: items; each item becomes one group. A text is a prompt, and a list of messages is a
-            conversation. In a mapping, "prompt", "messages" or "input_ids" is used. For other
+            ``processes``, each process makes its own instance.
+        dataset: the items. Each item becomes one group. A text is a prompt, and a list of messages
+            is a conversation. In a mapping, "prompt", "messages" or "input_ids" is used. For other
             items, or more arguments, pass ``open_session``.
-        group_size: samples of each item.
-        concurrency: samples at a time. None: the number that keeps the engines full, found from
-            their reports (KV cache in use, waiting requests, preempted requests, duration of
-            steps).
-        batch_size: groups that one weight update trains on. ``batches`` yields lists of this
-            length.
-        max_staleness: with policy version v at most ``(v + max_staleness + 1) * batch_size`` groups
-            begin, and no delivered token is more versions old than this. 0 is synchronous
-            training: every token is of the current policy. None: no bound. With ``lora``, versions
-            are those of the adapter and of the model: each token is as old as the older of the two.
+        group_size: the number of samples of each item.
+        concurrency: the number of samples that run at a time. None: adapt it to the load that the
+            engines report (KV cache in use, waiting requests, preempted requests, duration of
+            steps), so that they are full.
+        batch_size: the number of groups that one weight update trains on. ``batches`` yields lists
+            of this length.
+        max_staleness: the maximum age of delivered tokens, in policy versions. With version v at
+            most ``(v + max_staleness + 1) * batch_size`` groups begin. 0 is synchronous training:
+            the current policy sampled every token. None: no bound. With ``lora``, a token has an
+            age in versions of the model and one in versions of the adapter, and the larger counts.
             A sample that becomes too old runs again, without using ``retries``. An item that is too
-            slow three times waits until no other item is left, and a warning names it.
+            slow three times waits until no other item is left, and a warning names the item.
         timeout: seconds that a sample may take, without pauses. After that the sample is cancelled
-            and lost. An agent may fail to end within 5 s after its cancellation, for any reason.
-            Then it is closed where it waits, its stack is logged, and the run continues or ends
-            without it.
+            and lost. If its agent does not end within 5 s after the cancellation, its coroutine is
+            closed, its stack is logged, and the run continues or ends without it.
         on_error: the reaction to an exception of the agent. "retry" runs the sample again, at most
             ``retries`` times, and then drops it. "drop" drops it at once. "raise" raises the
             exception from this iterator. A ``UsageError`` is not retried. In every mode the run
             raises if its first 32 samples fail, or all samples if there are fewer.
-        retries: maximum reruns of a sample, in total. A group that was given up begins again with
-            the samples that have reruns left, if these are enough for a group. So no sample runs
-            more than ``1 + retries`` times. Runs that end with their process do not count: see
-            ``processes``.
+        retries: how often a sample may run again, in total. A group that was given up begins again
+            with the samples that may still run again, if these are enough for a group. So no sample
+            runs more than ``1 + retries`` times. Runs that end because their process is lost do not
+            count: see ``processes``.
         max_failure_rate: the run raises ``RolloutFailed`` when more than this share of the latest
             attempts has failed, because the agent raised or was late. The error states the most
             frequent error. The latest attempts are 4 times ``concurrency``, and at least 64. None:
             no limit.
-        min_group: a group with fewer samples left is given up. A group with as many is delivered
-            without its lost samples, so it may have fewer than ``group_size`` trajectories. None:
-            2, or 1 if ``group_size`` is 1.
+        min_group: the minimum number of trajectories of a group. A group with fewer samples left is
+            given up. Other groups are delivered without their lost samples, so they may have fewer
+            than ``group_size`` trajectories. None: 2, or 1 if ``group_size`` is 1.
         keep: returns False to filter out a finished group. Another group takes its place in the
             batch. See ``sglrl.rl.has_signal``.
         open_session: returns the arguments of ``Client.session`` for an item.
-        ahead: maximum finished groups that wait to be taken. All running groups may finish before
-            one is taken, so no more than this run or wait, or than a waiting ``take`` asks for.
-            None: no group begins while 64 groups wait, or two batches if that is more. Running
-            groups may then come on top.
-        processes: run the agents in this many separate processes, and not on this event loop. This
-            is for agents that compute. See below.
-        gateway: agents may use the session over HTTP: ``session.base_url`` and
+        ahead: the maximum number of finished groups that wait to be taken. Running groups count
+            too, because all of them may finish before one is taken. A ``take`` of more groups
+            raises the limit while it waits. None: no group begins while 64 groups wait, or two
+            batches if that is more, and running groups do not count.
+        processes: the number of separate processes that run the agents. Use them for agents that
+            compute. None: agents run on this event loop. See below.
+        gateway: whether agents may use the session over HTTP. ``session.base_url`` and
             ``session.api_key`` are for clients of OpenAI's and other APIs (extra ``gateway``). All
-            calls become turns of the session. Items need no prompt then. ``GatewayOptions`` say
-            what becomes of tools and system messages that the model cannot be shown. See below.
-        progress: show the progress on a terminal, or in the log. True: always. None: on a terminal
+            calls become turns of the session. Items need no prompt then. ``GatewayOptions`` set the
+            handling of tools and system messages that the model cannot be shown. See below.
+        progress: whether to show the progress on a terminal or in the log. None: on a terminal
             only.
         state: the ``state_dict`` of an earlier run, or the path of a file that ``Rollout.save``
-            wrote. Items that this run had finished are skipped. The state has the length of the
-            data set, if it is known, and a fingerprint of the items that were read. If the data set
-            is another one, a ``UsageError`` names both before any item runs.
-        seed: makes every sample's draws repeatable. Each turn of each attempt of each sample has
-            its own seed, which is derived from this one, wherever it is given: here, in
+            wrote. Items that the earlier run had finished are skipped. The state has the length of
+            the data set, if it is known, and a fingerprint of the items that were read. If these do
+            not match ``dataset``, a ``UsageError`` is raised before any item runs.
+        seed: makes the sampling of every turn repeatable. Each turn of each attempt of each sample
+            has its own seed, which is derived from this one. The seed may also be given in
             ``sampling``, by ``open_session``, or in ``session.generate``.
-        **session: arguments of ``Client.session`` for all items, unless ``open_session`` returns
-            others: ``tools``, ``tool_choice``, ``renderer``, ``reward_weights``, ``lora``,
+        **session: the arguments of ``Client.session`` for all items. ``open_session`` can override
+            them. They are ``tools``, ``tool_choice``, ``renderer``, ``reward_weights``, ``lora``,
             ``template``, ``chat_template_kwargs``, ``continue_final_message``, ``allow_rewrite``,
             ``sampling`` and its fields. The agent may pass other sampling parameters for a turn.
 
     With ``processes``:
 
-    * Turns still go through this process. A thread that computes in Python delays them: see
-      ``sys.setswitchinterval``.
-    * The processes get the agent by value, with all objects that it refers to. They import modules
-      anew. They get items as msgpack decodes them: tuples and sets become lists, and dataclasses
-      become mappings.
-    * Output of the agents goes to the output of this process. Their exceptions are a
-      ``RemoteError`` here.
-    * ``metrics`` includes a turn when a sample of the same process ends.
+    * Turns still go through this process. A thread of this process that computes in Python delays
+      them: see ``sys.setswitchinterval``.
+    * The processes get the agent by value, with all objects that it refers to, and import modules
+      themselves. They get items as msgpack decodes them: tuples and sets become lists, and
+      dataclasses become mappings.
+    * The output of the agents goes to the output of this process. Their exceptions become
+      ``RemoteError`` in this process.
+    * A turn is counted in ``metrics`` when a sample of its process ends.
     * A process that dies is replaced, and its samples run again. An item is dropped when one of its
       samples has lost its process four times.
     * A process whose event loop is blocked for too long is killed and handled like a crash. The
       limit is 300 s, or ``timeout`` if that is less, but at least 10 s.
-    * ``seed`` applies to the engine's draws and not to draws of the agents themselves.
+    * ``seed`` applies to the sampling of the engines and not to random numbers of the agents.
 
     With ``gateway``:
 
     * Each process that runs agents answers their requests on its own event loop. An agent that
       blocks, as most clients without ``async`` do, must therefore run in a thread: ``await
       asyncio.to_thread(agent, session.base_url, session.api_key)``. With ``processes``, each
-      process has enough threads; on this event loop, ``loop.set_default_executor`` sets their
+      process has enough threads. On this event loop, ``loop.set_default_executor`` sets their
       number.
     * Sampling parameters of the run are the defaults of all requests.
-    * The session goes on after the last turn of a request that ended. So ``session.reward`` and
-      the returned reward are those of this turn.
+    * After a request has ended, the session continues from its last turn. So ``session.reward``
+      and the returned reward apply to this turn.
 
     Raises:
         UsageError: an argument is wrong.
@@ -196,8 +195,9 @@ def rollout(
 class Rollout:
     """A run of an agent over a data set; see ``rollout``.
 
-    ``async for group in run`` is sufficient. ``async with run`` also ends the remaining work when
-    the block is left early. Consumers that wait at the same time get their groups in order.
+    A loop ``async for group in run`` starts the run and is enough for most programs. ``async with
+    run`` also ends the remaining work when the block is left early. If several consumers wait at
+    the same time, they are served in order.
     """
 
     def __init__(self, client: Client, config: RolloutConfig) -> None:
@@ -205,11 +205,11 @@ class Rollout:
         self.batch_size = config.batch_size
         self._runner = Runner(client, config)
         self.errors = self._runner.failures.errors
-        """The latest exceptions of the agent, and errors for late agents."""
+        """The latest failures: exceptions of the agent, and ``DeadlineExceeded`` of late agents."""
         self._entered = False
         self._closed = False
         self._looped = False
-        """A loop runs over the run itself, without ``async with``."""
+        """Whether a loop over the run, without ``async with``, has started it."""
 
     def __repr__(self) -> str:
         begun = "running" if self._runner.begun else "not begun"
@@ -237,7 +237,7 @@ class Rollout:
         await self.close()
 
     async def close(self) -> None:
-        """Cancel running samples. Ready groups can no longer be taken. Safe to call again."""
+        """Cancel running samples and discard ready groups. Safe to call again."""
         self._closed = True
         self._runner.delivery.close()
         try:
@@ -293,17 +293,17 @@ class Rollout:
     async def take(self, n: int = 1, *, timeout: float | None = None) -> list[Group]:
         """Return the next ``n`` groups.
 
-        Return fewer groups at the end of the data set, and none when there are no more. The ready
-        group with the oldest tokens comes first. A cancelled or late call loses nothing: the next
-        call returns its groups. Calls that wait at the same time, also those of ``batches``, are
-        served one after the other.
+        The list is shorter at the end of the data set, and empty when there are no more groups. The
+        ready group with the oldest tokens comes first. A cancelled or late call loses nothing: the
+        next call returns its groups. Calls that wait at the same time, including calls by
+        ``batches``, are served one after the other.
 
         Raises:
             DeadlineExceeded: fewer than ``n`` groups were ready within ``timeout`` seconds. With
                 ``max_staleness``, new groups need new weights now and then.
             WeightsLost: every process that had the current weights was lost. The run continues
                 after an update of all weights.
-            Exception: raised by the agent, with on_error="raise".
+            Exception: an exception of the agent ended the run, for example with on_error="raise".
             UsageError: the run has not begun.
         """
         if type(n) is not int or n < 1:
@@ -318,10 +318,10 @@ class Rollout:
     # --- pause, state, metrics --------------------------------------------------------------------
 
     async def pause(self, *, timeout: float | None = None) -> None:
-        """Begin no further turn, and wait until all running turns have ended.
+        """Let no further turn begin, and wait until all running turns have ended.
 
-        Then the engines have no work for this run's sessions. Agents wait at their next turn. Tools
-        continue, and so do calls that agents make without their session.
+        The engines then have no work for the sessions of this run. Agents wait at their next turn.
+        Tools continue, and so do calls that agents make without their session.
 
         Raises:
             DeadlineExceeded: turns still run after ``timeout`` seconds. The run stays paused.
@@ -337,18 +337,18 @@ class Rollout:
         self._runner.resume()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the finished items, for ``rollout(..., state=)`` over the same data set.
+        """Return which items are finished, for ``rollout(..., state=)`` over the same data set.
 
-        A group counts as finished when it is taken. Running samples run again. The state also has
-        the length and a fingerprint of the data set.
+        A group counts as finished when it is taken. Other samples run again in the later run. The
+        state also has the length and a fingerprint of the data set.
         """
         return self._runner.state_dict()
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write ``state_dict()`` to a file, for ``rollout(..., state=path)`` in a later run.
 
-        Save after the trainer has used the groups that it took: they count as finished. The file
-        is replaced in one step, so a crash leaves the old or the new state.
+        Save after the trainer has used all groups that it took, because these count as finished.
+        The file is replaced in one step, so a crash leaves the old or the new state.
 
         Raises:
             OSError: the folder is not writable. The file is unchanged.
@@ -370,7 +370,7 @@ def _check_pool(client: Client, config: RolloutConfig) -> None:
     """Check the arguments that depend on the pool.
 
     Raises:
-        InvalidRequest: a sampling parameter is wrong. It would fail every sample.
+        InvalidRequest: a sampling parameter is wrong, so every sample would fail.
         UsageError: a group has more samples than can run.
     """
     requests = client.requests
@@ -379,7 +379,7 @@ def _check_pool(client: Client, config: RolloutConfig) -> None:
     requests.samplings.prepare(given.get("sampling"), values)
     most = sum(requests.driver.capacity(None))
     if config.concurrency is not None:
-        # These samples do not all run at the same time.
+        # With a fixed concurrency, the samples of a group need not all run at the same time.
         most = max(most, _MAX_SAMPLES)
     if config.group_size > most:
         raise UsageError(

@@ -35,14 +35,13 @@ if TYPE_CHECKING:
 class Runner:
     """Runs the samples of a plan until the plan is over, an error ends the run, or ``stop``.
 
-    Owns the host of the agents, the run's main task and the tasks beside it, and the parts that
-    share its plan.
+    Owns the plan and the objects that use it, the host of the agents, and all tasks of the run.
     """
 
     def __init__(self, client: Client, config: RolloutConfig) -> None:
         self._client = client
         self._wake = asyncio.Event()
-        """Set when a sample may be able to start."""
+        """Wakes the main task. Set when a sample may be able to start, or when the run ends."""
         wake = self._wake.set
         self.plan = config.plan()
         self.items = Items(config.dataset, config.state, wake)
@@ -57,15 +56,15 @@ class Runner:
         self._main: asyncio.Task[None] | None = None
         self._watch: LoopWatch | None = None
         self._broken: BaseException | None = None
-        """An error that ends the run and did not come from the main task."""
+        """An error from outside the main task that ends the run."""
         self._stopping = False
-        """The run is ending with all its tasks, for another reason than the end of the data set."""
+        """Whether the run is ending for another reason than the end of the data set."""
         self.host: AgentHost
         count_turns, on_end = self.metrics.count_turns, self._sample_ended
         if config.processes is None:
             self.host = AgentTasks(client, config, self._tasks, count_turns, on_end)
         else:
-            # Imported here because it imports sockets. Trajectories and their files need none.
+            # Imported here because it imports the transport, which ``rollouts`` need not import.
             from .agent_processes import AgentProcesses
 
             self.host = AgentProcesses(client, config, count_turns, on_end, on_room=wake)
@@ -107,7 +106,7 @@ class Runner:
                 self._main.cancel()
                 self._client.pool.weights.on_version.discard(self._on_version)
                 self.limit.end()
-                # ``take`` has raised the task's exception, or no consumer needs it.
+                # Do not raise the exception of the task. ``take`` raises it for consumers.
                 await asyncio.wait([self._main])
         finally:
             await self.host.close()
@@ -210,7 +209,7 @@ class Runner:
             plan.begin(*item)
         if items.exhausted and not plan.exhausted:
             plan.exhausted = True
-            # Groups that were postponed may begin now.
+            # Postponed groups may begin when the data set is exhausted.
             self._wake.set()
             self.delivery.notify()
         if plan.over:
@@ -275,11 +274,15 @@ class Runner:
 
     @property
     def _is_hopeless(self) -> bool:
-        """Whether no sample would get a turn, however the agent handles errors."""
+        """Whether no other sample could get a turn, because the client or the host has ended."""
         return not self._client.is_alive or not self.host.alive
 
     def _settle(self, group: core.Group, ready: core.Group | None) -> None:
-        """Handle the end of a sample. The group has ended, too, if it is ``ready``."""
+        """Handle the end of a sample of ``group``.
+
+        Args:
+            ready: the group, if this sample has completed it, otherwise None.
+        """
         if ready is not None:
             self.delivery.arrived(ready)
         if group.state is not core.RUNNING:
@@ -299,7 +302,7 @@ class Runner:
         plan.advance(self._client.policy_versions)
         for group in live:
             if group not in plan.live:
-                # The group was dropped or postponed.
+                # The new version made the plan drop or postpone the group.
                 self.host.forget(group)
             if plan.max_staleness is not None:
                 self._give_up(group.samples)
@@ -312,7 +315,7 @@ class Runner:
             self.failures.log_too_slow(self.plan.too_slow.popleft(), self.plan)
 
     def _give_up(self, samples: Iterable[core.Sample]) -> None:
-        """Cancel the running samples that are no longer useful."""
+        """Cancel those of the samples that run and are no longer useful."""
         for sample in samples:
             if sample.state is core.RUNNING and self.plan.is_stale(
                 sample, self.host.oldest_versions(sample)

@@ -1,4 +1,4 @@
-"""The number of samples that may run at a time."""
+"""Limit the number of samples that run at a time, and adapt the limit to the engines' load."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SampleLimit(DriverListener):
     The number is fixed, or follows the load of the engines (``core/concurrency.py``).
 
     Args:
-        fixed: the number. None: find it.
+        fixed: the fixed number, or None to follow the load.
         on_change: called when the number has changed.
     """
 
@@ -42,7 +42,7 @@ class SampleLimit(DriverListener):
         return self._found.limit if self._fixed is None else self._fixed
 
     def begin(self) -> None:
-        """Follow the load of the engines."""
+        """Start to follow the load of the engines, unless the number is fixed."""
         if self._fixed is None:
             self._client.check_open()
             self._client.requests.driver.add_listener(self)

@@ -1,4 +1,4 @@
-"""Save and load the state of a run. The file is JSON::
+"""Save and load the state of a run. The state file is a JSON object::
 
 {"format": "sglrl.rollout", "version": 1, "state": {"next": 7, "unfinished": [3, 5], ...}}
 """
@@ -30,11 +30,11 @@ class State(msgspec.Struct):
     """The keys of ``Rollout.state_dict``. States of older versions have only the first two.
 
     Attributes:
-        next: number of items that were begun.
-        unfinished: the numbers of those that are not finished.
-        length: number of items of the data set, if it is known.
-        read: number of items that were read. They are the first ones of the data set.
-        fingerprint: the ``Fingerprint`` of these items; "": not known.
+        next: the number of items that were begun. These are the first items of the data set.
+        unfinished: the numbers of the begun items that are not finished.
+        length: the number of items of the data set, or None if it is not known.
+        read: the number of items that were read. These are the first items of the data set.
+        fingerprint: the ``Fingerprint`` of the items that were read, or "" if it is not known.
     """
 
     next: int

@@ -1,7 +1,7 @@
 """End tasks that continue after their cancellation.
 
-An agent may swallow ``CancelledError``, once or every time. It has ``GRACE_SECONDS`` to end. After
-that its coroutine is closed, and no code waits for its task any more.
+An agent may swallow ``CancelledError``, once or every time. After its cancellation it has
+``GRACE_SECONDS`` to end. Then its coroutine is closed, and no code waits for its task any more.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ logger = logging.getLogger("sglrl.rollout")
 GRACE_SECONDS: float = 5.0
 """Time in which a cancelled agent must end."""
 _STEPS: Final = 5
-"""Number of steps of the grace period.
+"""The number of steps of the grace period.
 
-While the event loop does not run, the agent cannot end. This time counts as at most one step.
+While the event loop is blocked, the agent cannot end, so this time counts as at most one step.
 """
 _WITHOUT_AGENT: Final = ("agent_tasks.py", "agent_worker.py", "agent.py", "task_ending.py")
-"""Files of this package whose frames come before the agent's frames."""
+"""The files of this package whose frames come before the agent's frames in a stack."""
 
 _ENDED: Final = "the run has ended"
-"""The reason for cancelling a task at the end. Other reasons are those for losing samples."""
+"""The reason for cancelling a task when the run ends. Others are the reasons for lost samples."""
 
 
 class Owner(Protocol):
@@ -39,11 +39,11 @@ class Owner(Protocol):
         """The name of the task in a log."""
 
     def abandoned(self, reason: str) -> None:
-        """The run continues without the task, which was cancelled for this reason."""
+        """Handle that the run continues without the task, which was cancelled for ``reason``."""
 
 
 class TaskSet:
-    """The tasks of a run. They end with it.
+    """The tasks of a run, which end with the run.
 
     A cancelled task that does not end in its grace period is abandoned: its stack is logged, and no
     code waits for it any more.
@@ -85,7 +85,8 @@ class TaskSet:
     async def ended(self) -> None:
         """Wait until all tasks have ended or are abandoned.
 
-        The tasks were cancelled, or are about to end. If this call is cancelled, it cancels them.
+        Call it when the tasks were cancelled or are about to end. If this call is cancelled, it
+        cancels the tasks and continues to wait.
         """
         cancelled: asyncio.CancelledError | None = None
         while self._alive:
@@ -139,7 +140,8 @@ class Grace:
 class Limit:
     """``asyncio.timeout`` for the current task, followed by a grace period.
 
-    ``on_over`` is called if the task has not ended by the end of the grace period.
+    Args:
+        on_over: called if the task has not ended by the end of the grace period.
     """
 
     def __init__(self, seconds: float, on_over: Callable[[], None]) -> None:
@@ -186,17 +188,17 @@ class Limit:
 
 
 def end_without(task: asyncio.Task[Any]) -> None:
-    """Close the coroutine of a task that does not end, and let nothing wait for the task.
+    """Close the coroutine of a task that does not end, so that nothing waits for the task.
 
-    The coroutine gets ``GeneratorExit`` where it waits, as in garbage collection, so its
-    ``finally`` blocks run. If the coroutine swallows this too, or waits in such a block, it is
-    abandoned. ``asyncio.run`` does not wait for the task, and asyncio does not log its
+    As in garbage collection, ``GeneratorExit`` is raised where the coroutine waits, so its
+    ``finally`` blocks run. If the coroutine swallows this exception, or waits in such a block, it
+    is abandoned. ``asyncio.run`` does not wait for the task, and asyncio does not log its
     destruction.
     """
     coroutine: Any = task.get_coro()
     with contextlib.suppress(Exception):
         coroutine.close()
-    # The task wakes up and finds its coroutine closed. No code needs the result.
+    # The next step of the task fails because its coroutine is closed. Ignore this result.
     task.add_done_callback(_collect)
     task.cancel()
     asyncio._unregister_task(task)
@@ -209,7 +211,7 @@ def _collect(task: asyncio.Task[Any]) -> None:
 
 
 def stack_of(task: asyncio.Task[Any]) -> str:
-    """Return where a task waits, as a formatted stack that starts with the agent's frames.
+    """Return the formatted stack of a waiting task, from the agent's first frame on.
 
     The stack includes the coroutines that the task's coroutine awaits. ``Task.get_stack`` returns
     only the outermost frame.
