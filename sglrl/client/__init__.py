@@ -1,5 +1,5 @@
-"""The client of an engine pool: tokens in, tokens and logprobs out.
+"""The client of an engine pool, which samples tokens and computes logprobs.
 
 * ``client``: ``Client`` with ``generate``, ``stream`` and ``session``;
-* ``scores``: its methods that compute logprobs of given tokens.
+* ``scores``: the methods of ``Client`` that compute logprobs of given tokens.
 """

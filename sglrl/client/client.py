@@ -1,6 +1,6 @@
-"""The engine client: ``await client.generate(...)`` and its other methods.
+"""``Client``: the object with which a program uses a pool of engines.
 
-A call takes these steps:
+A call of ``generate`` takes these steps:
 
 1. ``generate`` checks its arguments and encodes the prompt (``prompts.py``).
 2. ``Requests.sample`` (``requests.py``) makes a ``Call``.
@@ -48,12 +48,12 @@ class Client(
     EngineMethods,
     WorkerMethods,
 ):
-    """Generates with a pool of engine workers. ``sglrl.launch`` returns one.
+    """A client that generates with a pool of engine workers. ``sglrl.launch`` returns it.
 
     ``async with sglrl.launch(...) as client`` closes the client at the end of the block. After
     ``client = await sglrl.launch(...)``, for example in a notebook, call ``await client.close()``.
 
-    Any number of tasks of one event loop may call its methods at the same time.
+    Any number of tasks of one event loop may call the methods of a client at the same time.
     """
 
     def __init__(
@@ -127,9 +127,9 @@ class Client(
         """Fail every pending call with ``Closed`` and stop every worker. Safe to call again.
 
         Args:
-            drain: first wait for the pending calls, at most ``timeout`` seconds. New calls raise
-                ``Closed`` meanwhile.
-            timeout: seconds that ``drain`` may take.
+            drain: whether to wait for the pending calls first. New calls raise ``Closed`` during
+                this wait.
+            timeout: the maximum number of seconds to wait with ``drain``.
         """
         if self._driver is not None and self._driver.is_copied:
             return
@@ -154,7 +154,11 @@ class Client(
 
     @property
     def entry(self) -> PoolEntry:
-        """See ``RemoteServer``. Raises ``Closed`` unless the client is open."""
+        """The values with which another process connects to the pool; see ``RemoteServer``.
+
+        Raises:
+            Closed: the client is not open.
+        """
         if self._server is None:
             raise not_started()
         self._running()
@@ -230,47 +234,48 @@ class Client(
     ) -> Any:
         """Sample continuations of one prompt or of several.
 
-        Give one of ``prompt``, ``input_ids`` and ``messages``: one prompt, or a list of prompts.
+        Give one of ``prompt``, ``input_ids`` and ``messages``. It has one prompt or a list of them.
 
         Args:
-            prompt: text, or messages.
-            input_ids: token ids: ints, or an integer array [length].
+            prompt: a text, or messages.
+            input_ids: token ids, as a sequence of ints or an integer array [length].
             messages: a conversation, rendered with the model's chat template. The content of a
                 message is text or a list of OpenAI's text parts, which are joined without a
                 separator. Any other part (an image, audio, ...) raises ``InvalidRequest``.
-            n: samples per prompt. They share the prompt's prefix cache on one worker. Either all
-                samples of all prompts are submitted at once, or none. The limit is the number of
-                calls in the workers' windows plus ``max_queue``, the calls that may wait at the
-                driver. More samples raise ``InvalidRequest``.
+            n: the number of samples per prompt. They share the prompt's prefix cache on one worker.
+                Either all samples of all prompts are submitted at once, or none. The limit is the
+                number of calls in the workers' windows plus ``max_queue``, the calls that may wait
+                at the driver. More samples raise ``InvalidRequest``.
 
         Keyword Args:
             tools: descriptions of tools, for the chat template: JSON schemas as in OpenAI's API, or
                 Python functions with type hints and docstrings.
             template, chat_template_kwargs: arguments for the template (``enable_thinking``, ...).
-            continue_final_message: continue the last message, which must be the assistant's,
-                instead of beginning a new one. The completion holds only the new tokens.
-            renderer: parses ``Completion.message``, as in ``session``. None: one that fits, if
-                there are ``tools``, or a grammar for ``messages``.
-            tool_choice: as in ``session``.
+            continue_final_message: continue the last message, which must be a message of the
+                assistant, instead of beginning a new one. The completion has only the new tokens.
+            renderer: the parser of ``Completion.message``, as in ``session``. None: with ``tools``,
+                or with a grammar for ``messages``, the renderer that fits the chat template.
+            tool_choice: whether the model must call a tool, as in ``session``.
             logprobs: return the logprob of every output token. See ``Completion.logprobs``.
-            top_logprobs: also return this many most likely tokens at each position.
-            session: turns with the same name go to the worker that holds their prefix.
-            priority: of the calls that wait at the driver, the highest priority is sent first.
+            top_logprobs: also return this number of most likely tokens at each position.
+            session: a name. Calls with the same name go to the worker that holds their prefix.
+            priority: the priority of the call. Among the calls that wait at the driver, those with
+                the highest priority are sent first.
             timeout: seconds until the call raises ``DeadlineExceeded`` and the engine stops its
                 request. None: the client's timeout.
-            worker: use only this worker.
+            worker: the index of the only worker that may run the call. None: any worker.
             lora: the name of an adapter, see ``load_lora``.
             sampling: a ``SamplingParams``. Other keyword arguments override its fields.
             Others: the fields of ``SamplingParams`` (``max_new_tokens``, ``temperature``, ...). The
                 names of vLLM and OpenAI (``max_tokens``, ...) are accepted too.
 
         Returns:
-            For one prompt: a ``Completion``, or a list of ``n`` if ``n > 1``. For a list of
-            prompts: a list of these, in the order of the prompts.
+            For one prompt, a ``Completion``, or a list of ``n`` completions if ``n > 1``. For a
+            list of prompts, a list with such a result for each prompt, in order.
 
         Raises:
-            UsageError: an argument is wrong, and nothing was sent. ``InvalidRequest`` for a prompt
-                or a sampling value.
+            UsageError: an argument is wrong, and nothing was sent. The subclass ``InvalidRequest``
+                is raised for a wrong prompt or sampling value.
             Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: see ``sglrl.errors``.
         """
         requests = self.requests
@@ -295,7 +300,7 @@ class Client(
             max_new = requests.max_new_tokens(prepared, len(ids) // 4)
             route = Route(ids, requests.version(call_options.lora), call_options.session)
             call, future = requests.sample(ids, prepared, max_new, call_options, route)
-            # While the call waits, keep one copy of the prompt: the bytes.
+            # While the call waits, keep only one form of the prompt, the bytes, in memory.
             del prompt, input_ids, messages, prompts, options, message
             try:
                 completion = await future
@@ -323,8 +328,9 @@ class Client(
     ) -> Stream:
         """Stream the tokens of one prompt: ``async for chunk in client.stream(...)``.
 
-        The arguments and the errors are those of ``generate``. Errors are raised when the iteration
-        begins. The joined ids, logprobs and texts of the chunks equal those of ``generate``.
+        The arguments and the errors are the same as for ``generate``. Errors are raised when the
+        iteration begins. The joined ids, logprobs and texts of all chunks equal those of the
+        completion that ``generate`` would return.
         """
         return Stream(lambda: self.requests, prompt, input_ids, messages, options)
 
@@ -338,26 +344,31 @@ class Client(
     ) -> Session:
         """Return a conversation of several turns: ``async with client.session(...) as s``.
 
-        Give one of ``prompt``, ``input_ids`` and ``messages``, or none and ``observe`` the prompt.
+        Give one of ``prompt``, ``input_ids`` and ``messages``. If none is given, the first
+        ``observe`` gives the prompt.
 
         Keyword Args:
             tools, template, chat_template_kwargs, continue_final_message: as for ``generate``.
-            allow_rewrite: some templates change earlier turns when the conversation continues (for
-                example, they remove reasoning). By default, the session then branches (see
-                ``Trajectory.branches``). True: append the text that the template puts after the
-                answer, and keep the turns as sampled.
-            renderer: parses the turns (``Completion.message``) and extends the conversation. None:
-                the one that fits the chat template. A name: this one, as "qwen3", or a class of
-                your own, as "module:Class"; "template": none.
-            tool_choice: of the turns. "required": a grammar makes each call tools, one or several.
-                The name of a tool: one call of it. "auto", the default: the model decides.
+            allow_rewrite: whether to keep the turns as sampled if the chat template changes them.
+                Some templates change earlier turns when the conversation continues, for example
+                remove their reasoning. If False, the session then branches (see
+                ``Trajectory.branches``). If True, it ignores the change, and appends only the text
+                that the template writes after the last answer.
+            renderer: the renderer that parses the turns (``Completion.message``) and extends the
+                conversation. It is a name such as "qwen3", or a class of your own, as
+                "module:Class". "template": use no renderer. None: the renderer that fits the chat
+                template.
+            tool_choice: whether the turns must call tools. "auto", the default: the model decides.
+                "required": a grammar makes each turn call one or several tools. The name of a tool:
+                a grammar makes each turn call this tool once.
             timeout: seconds for each turn. None: the client's timeout.
-            priority: priority of each turn, as for ``generate``.
+            priority: the priority of each turn, as for ``generate``.
             metadata: values to store in the trajectory.
-            reward_weights: by name of a reward (``Session.reward``). Others have the weight 1.
-            lora: the name of an adapter, which samples the turns.
+            reward_weights: the weights of rewards (``Session.reward``) by name. Rewards with other
+                names have the weight 1.
+            lora: the name of the adapter that samples the turns.
             sampling: a ``SamplingParams``, the defaults of the turns. A turn can override them.
-            Others: the fields of ``SamplingParams``, which override those of ``sampling``.
+            Others: the fields of ``SamplingParams``, which override the fields of ``sampling``.
 
         Raises:
             InvalidRequest: an argument is wrong.

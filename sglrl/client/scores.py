@@ -19,13 +19,13 @@ from ..wire.engine import EngineInfo
 
 
 class ScoreMethods(ClientBase):
-    """The logprob methods of ``Client``."""
+    """The methods of ``Client`` that compute logprobs of given tokens, without sampling."""
 
     _requests: Requests | None = None
 
     @property
     def requests(self) -> Requests:
-        """The parts of sglrl that call the engines for this client use this. Users need not.
+        """The object that makes the calls of this client. Only other parts of sglrl use it.
 
         Raises:
             Closed: the client has not started.
@@ -36,7 +36,7 @@ class ScoreMethods(ClientBase):
 
     @property
     def info(self) -> EngineInfo:
-        """The loaded model: vocabulary, context length, dtype, device, ..."""
+        """The properties of the loaded model: vocabulary, context length, dtype, device, ..."""
         return self.requests.info
 
     @overload
@@ -92,26 +92,27 @@ class ScoreMethods(ClientBase):
         """Return the model's logprobs of given tokens, without generating.
 
         Args:
-            input_ids: tokens [length], or a list of token sequences. The maximum length is that of
-                ``generate``.
-            start: first position to return. Earlier positions are context only.
-            top_logprobs: also return this many most likely tokens at each position.
-            temperature: the logits are divided by it, above 0.
+            input_ids: tokens [length], or a list of token sequences. The maximum length is the same
+                as for ``generate``.
+            start: the first position to return. Earlier positions are context only.
+            top_logprobs: also return this number of most likely tokens at each position.
+            temperature: the positive number by which the logits are divided.
             **options: ``timeout``, ``worker``, ``priority`` and ``lora``, as for ``generate``.
 
         Returns:
             ``ScoreLogprobs``, an array float32 [length - start]: ``log p(token i | tokens before
-            i)`` at this temperature. Position 0 has no context and is NaN. With ``top_logprobs``:
-            ``Scores``. For a list of sequences: a list of these.
+            i)`` at this temperature. Position 0 has no context, so its value is NaN. With
+            ``top_logprobs``, the result is ``Scores``. A list of sequences gives a list of results.
 
-            Both have ``.version``: the weight version with which the forward pass that computed
-            the score was launched. It may be older than ``weight_version`` when the score arrives.
-            A score that is submitted after ``update_weights`` has returned has the new version.
+            Each result has a ``version``, the weight version with which the forward pass that
+            computed it was launched. The version may be older than ``weight_version`` when the
+            result arrives. A score that is submitted after ``update_weights`` has returned has the
+            new version.
 
-            The engine may prefill a text in several parts, and a weight update may happen in
-            between. With inflight="continue", each part then has the version of its own forward
-            pass; ``.versions`` lists them. With "retract", "abort" or "drain", all positions have
-            one version.
+            The engine may prefill a text in several parts, and a weight update may happen between
+            two parts. With inflight="continue", each part has the version of its own forward pass,
+            and ``versions`` lists them. With "retract", "abort" or "drain", all positions have one
+            version.
         """
         requests = self.requests
         checked = requests.options(top_logprobs=top_logprobs, **options)
@@ -137,7 +138,7 @@ class ScoreMethods(ClientBase):
 
         Args:
             ids: tokens [length].
-            top_k: return only the ``top_k`` most likely tokens. None: all tokens, in one raw frame.
+            top_k: return only this number of most likely tokens. None: return all tokens.
             **options: ``timeout``, ``worker``, ``priority`` and ``lora``, as for ``generate``.
 
         Returns:
@@ -147,8 +148,8 @@ class ScoreMethods(ClientBase):
             has the new version.
 
         Raises:
-            UsageError: an argument is wrong, and nothing was sent. ``InvalidRequest`` for a prompt
-                or ``top_k``.
+            UsageError: an argument is wrong, and nothing was sent. The subclass ``InvalidRequest``
+                is raised for a wrong prompt or ``top_k``.
             Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: see ``sglrl.errors``.
         """
         requests = self.requests

@@ -1,1 +1,1 @@
-"""sglrl behind the interfaces of other projects. Each module needs its project installed."""
+"""Adapters with which other projects use sglrl. Each module needs its project installed."""

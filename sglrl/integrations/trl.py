@@ -1,8 +1,8 @@
 """Use sglrl as the rollout engine of TRL: ``GRPOTrainer(..., rollout_func=SGLangRollouts(model))``.
 
-TRL calls ``rollout_func`` with the prompts of its process, before it computes rewards
-(https://huggingface.co/docs/trl/grpo_trainer; TRL 1.16). ``SGLangRollouts`` first sends the
-trainer's weights to the engines if they have changed, and then samples.
+In each training process, TRL calls ``rollout_func`` with the prompts of this process, before it
+computes rewards (https://huggingface.co/docs/trl/grpo_trainer; TRL 1.16). ``SGLangRollouts`` first
+sends the trainer's weights to the engines if they have changed, and then samples.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ __all__ = ["SGLangRollouts", "agent_reward"]
 class SGLangRollouts:
     """A ``rollout_func`` for TRL's ``GRPOTrainer``.
 
-    Each prompt gives one completion; TRL's sampler repeats each prompt ``num_generations`` times.
-    The sampling parameters are those of the trainer's ``GRPOConfig`` (``temperature``, ``top_p``,
+    Each prompt gives one completion. TRL's sampler repeats each prompt ``num_generations`` times.
+    The sampling parameters are taken from the trainer's ``GRPOConfig`` (``temperature``, ``top_p``,
     ``top_k``, ``min_p``, ``repetition_penalty``, ``max_completion_length``,
-    ``generation_kwargs``), and the chat template's arguments are its ``chat_template_kwargs``. The
-    chat template is that of the trainer's ``processing_class``.
+    ``generation_kwargs``). The chat template is taken from the trainer's ``processing_class``, and
+    its arguments are the config's ``chat_template_kwargs``.
 
-    The trainer weights the loss with the ratio of its own probabilities to the engine's. The
-    settings are those for vLLM (``vllm_importance_sampling_correction``, ``..._mode``, ...).
+    The trainer weights the loss with the ratio of its own probabilities to those of the engine.
+    TRL's settings for vLLM (``vllm_importance_sampling_correction``, ``..._mode``, ...) apply.
 
     Adapters (``peft_config``) are merged into the weights that the engines receive.
 
     With several accelerate processes, the main process starts the workers and sends the weights.
-    The others connect to them.
+    The other processes connect to its pool.
 
-    Reward functions receive two further keyword arguments: ``policy_versions``, the policy version
-    of the first sampled token of each completion, and with ``agent`` also ``agent_rewards``; see
-    ``agent_reward``.
+    Reward functions receive two further keyword arguments. ``policy_versions`` has the policy
+    version of the first sampled token of each completion. With ``agent``, ``agent_rewards`` has the
+    reward of each episode; see ``agent_reward``.
 
     Args:
-        model: a folder or hub name, whose workers start at the first step; a ``BlockingClient``
-            that runs, and stays open; or the address of a running pool.
-        agent: ``await agent(session, prompt)`` plays an episode of several turns, for example with
+        model: a folder or hub name, whose workers start at the first step. Or a running
+            ``BlockingClient``, which stays open. Or the address of a running pool.
+        agent: ``await agent(session, prompt)`` runs an episode of several turns, for example with
             tools or an environment, and returns its reward, as for ``sglrl.rollout``. Observations
-            are masked out of the loss. None: one turn for each prompt.
-        rollout: arguments of ``sglrl.rollout`` for the agent (``timeout``, ``processes``, ...).
-        update: arguments of ``Client.update_weights``.
-        **launch: arguments of ``sglrl.launch``.
+            are masked out of the loss. None: sample one turn for each prompt.
+        rollout: the arguments of ``sglrl.rollout`` for the agent (``timeout``, ``processes``, ...).
+        update: the arguments of ``Client.update_weights``.
+        **launch: the arguments of ``sglrl.launch``.
 
     Raises:
         UsageError: an argument is wrong.
@@ -80,7 +80,7 @@ class SGLangRollouts:
         self._launch = launch
         self._client: BlockingClient | None = None
         self._sent: object = None
-        """Identifies the weights that the engines have."""
+        """A value that identifies the weights that the engines have."""
 
     def __enter__(self) -> Self:
         return self
@@ -89,7 +89,7 @@ class SGLangRollouts:
         self.close()
 
     def close(self) -> None:
-        """Stop the workers, unless the client was given."""
+        """Close the client, which stops workers that it has started. A given client stays open."""
         client, self._client = self._client, None
         if client is not None and self._is_ours:
             client.close()
@@ -109,9 +109,9 @@ class SGLangRollouts:
             trainer: the ``GRPOTrainer``.
 
         Returns:
-            "prompt_ids", "completion_ids" and "logprobs": a list for each prompt, and the keyword
-            arguments of the reward functions. With an agent also "env_mask": 1 for sampled tokens
-            and 0 for observations.
+            A dict with "prompt_ids", "completion_ids" and "logprobs", which have a list for each
+            prompt, and with the keyword arguments of the reward functions. With an agent, it also
+            has "env_mask": 1 for sampled tokens and 0 for observations.
 
         Raises:
             UsageError: a setting of the trainer is not supported.
@@ -135,7 +135,7 @@ class SGLangRollouts:
         return self._play(prompts, options)
 
     def _start(self, accelerator: Any) -> BlockingClient:
-        """Start the workers in the main process, and connect to them in the others."""
+        """Start the workers in the main process. In other processes, connect to its pool."""
         if isinstance(self._model, BlockingClient):
             return self._model
         model = os.fspath(self._model)
@@ -152,11 +152,11 @@ class SGLangRollouts:
         return client or blocking.connect(address).__enter__()
 
     def _send_weights(self, trainer: Any) -> None:
-        """Send the trainer's weights, unless the engines have them."""
+        """Send the trainer's weights, unless the engines have the same weights."""
         accelerator = trainer.accelerator
         model = accelerator.unwrap_model(trainer.model)
-        # An evaluation has many batches, and their weights are the same. Before it, a step or a
-        # checkpoint may have changed the weights. torch counts a tensor's changes in _version.
+        # All batches of an evaluation use the same weights, so send these only for the first one.
+        # A step or a loaded checkpoint changes the weights. torch counts changes in _version.
         changes = [parameter._version for parameter in model.parameters()]
         current = [(id(model), trainer.state.global_step, changes)]
         if accelerator.num_processes > 1:
@@ -195,7 +195,7 @@ class SGLangRollouts:
 def agent_reward(
     completions: Sequence[Any], agent_rewards: Sequence[float], **_: Any
 ) -> list[float]:
-    """A reward function for ``GRPOTrainer``: the reward that the agent returned."""
+    """A reward function for ``GRPOTrainer`` that returns the rewards of the agent."""
     return list(agent_rewards)
 
 
@@ -233,17 +233,17 @@ def _is_sharded(accelerator: Any) -> bool:
 
 
 def _correct(trainer: Any) -> None:
-    """Make the trainer use the logprobs of the engines as it uses those of vLLM."""
+    """Make the trainer use the engines' logprobs in the same way as logprobs of vLLM."""
     if trainer.use_vllm or not trainer.args.vllm_importance_sampling_correction:
         return
     trainer.use_vllm = True
-    # With use_vllm, TRL sends weights itself before each rollout. SGLangRollouts has its own rule.
+    # With use_vllm, TRL would also send weights before each rollout. SGLangRollouts sends them.
     trainer.vllm_generation = SimpleNamespace(sync_weights=lambda: None)
     trainer._last_loaded_step = -1
 
 
 def _template(trainer: Any) -> dict[str, Any]:
-    """Return the arguments of the chat template, with the trainer's own template."""
+    """Return the arguments of the chat template, including the trainer's own template."""
     own = getattr(trainer.processing_class, "chat_template", None)
     template = {"chat_template": own} if isinstance(own, str) else {}
     return {**template, **trainer.chat_template_kwargs}
@@ -291,11 +291,11 @@ def _of_trajectories(made: Sequence[Trajectory]) -> dict[str, list[Any]]:
 def _merged_adapters(model: Any) -> Iterator[dict[str, torch.Tensor]]:
     """Merge the active adapters of a ``PeftModel``, and restore its weights at the end.
 
-    PEFT unmerges by subtraction, which rounds. A copy of the adapted weights is kept instead, so
-    the weights are exactly the same afterwards.
+    PEFT unmerges by subtraction, which rounds. So this function restores the weights from a copy,
+    and they are exactly the same afterwards.
 
     Yields:
-        The tensors of the base model, by name. They share the memory of ``model``.
+        The tensors of the base model by name. They share the memory of ``model``.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -315,10 +315,10 @@ def _merged_adapters(model: Any) -> Iterator[dict[str, torch.Tensor]]:
 
 
 def _base_weights(model: Any, adapter_names: set[str]) -> dict[str, torch.Tensor]:
-    """Return the base model's tensors without the parts that PEFT adds to their names."""
+    """Return the base model's tensors by their names, without the parts that PEFT adds to names."""
     tensors = {}
     for name, tensor in model.get_base_model().state_dict().items():
-        # modules_to_save has trained copies of whole modules beside the original ones.
+        # PEFT stores trained copies of whole modules under modules_to_save. Use these copies.
         name = name.replace(f".modules_to_save.{model.active_adapter}", "")
         is_other_copy = ".original_module." in name or ".modules_to_save." in name
         if not is_other_copy and adapter_names.isdisjoint(name.split(".")):

@@ -1,9 +1,9 @@
-"""A client for a pool that another process has launched.
+"""Clients that use a pool which another process has launched.
 
-* ``client``: ``connect``, the client's side;
-* ``pool``, ``driver``: the pool and the fabric of such a client, whose one worker is the
-  process that launched the pool;
-* ``server``: the driver's side;
-* ``admission``: requests of remote clients become calls of the driver's own fabric;
-* ``forwarding``: the answers of these calls go back to the clients.
+* ``client``: ``connect``, which makes such a client;
+* ``pool``, ``driver``: the pool and the driver of such a client. Its single worker is the process
+  that launched the pool;
+* ``server``: the side of the process that launched the pool. It serves the clients;
+* ``admission``: turns the requests of clients into calls of that process's own driver;
+* ``forwarding``: sends the answers of these calls to the clients.
 """

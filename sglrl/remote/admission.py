@@ -29,7 +29,7 @@ from .forwarding import ForwardingReply, Peer, Relay
 
 _LONGEST_NAME: Final = 1024
 _KNOWN_SAMPLINGS: Final = 256
-"""Maximum number of checked sampling values in the cache. Clients use few different values."""
+"""The size of the cache of checked sampling values. Clients use few different values."""
 
 _decode_generate: Final = msgspec.msgpack.Decoder(GenerateArgs).decode
 _decode_score: Final = msgspec.msgpack.Decoder(ScoreArgs).decode
@@ -41,11 +41,11 @@ class Admission:
     """Checks the requests of remote clients, which are not trusted, and turns them into calls.
 
     Args:
-        relay: sends the answers.
-        driver: accepts the calls.
-        requests: the requests of the pool's own client, which know the engine's limits, the current
-            versions and the adapters.
-        operations: operations on the pool.
+        relay: sends the answers to the clients.
+        driver: the driver of the pool, to which the calls are submitted.
+        requests: ``Client.requests`` of the client that owns the pool. It has the engine's limits,
+            the current versions and the adapters.
+        operations: the operations on the pool by name.
         ask: ``ask(peer, request, operation)`` runs an operation for a client.
     """
 
@@ -70,10 +70,10 @@ class Admission:
         self._max_top = max_top_logprobs(info.vocab_size)
         self._max_body = driver.max_message_bytes - ENVELOPE_BYTES
         self._samplings: dict[bytes, tuple[int, msgspec.Raw]] = {}
-        """The results of ``_check_sampling`` by the bytes that a client sent."""
+        """The results of ``_check_sampling``, by the bytes that a client sent."""
 
     def begin(self, peer: Peer, requests: Sequence[Request]) -> bool:
-        """Start requests. Return False if a request has the id of one that has not ended."""
+        """Start the requests of a client. Return False if the id of one is still in use."""
         taken = True
         for request in requests:
             id_ = request[0]
@@ -100,7 +100,7 @@ class Admission:
         """Return the call for a request.
 
         Raises:
-            InvalidRequest: the request is wrong. A correct client checks this before sending.
+            InvalidRequest: the request is wrong. A correct client never sends such a request.
             DeadlineExceeded: the deadline has passed.
         """
         fields: tuple[int, str, Any, float | None, int, int | None, str | None, int] = request
@@ -136,8 +136,8 @@ class Admission:
         if number < 0 or session is not None:
             route = Route(ids, version, session)
         else:
-            # The claim that the call continues the conversation is not checked. A false claim costs
-            # a miss in a prefix cache.
+            # The number may be of an unrelated conversation. This is not checked, because a wrong
+            # number only costs a miss in a prefix cache.
             forward.conversation = route = peer.conversation(number)
             route.extend(ids, version)
         call = Call(
@@ -157,7 +157,7 @@ class Admission:
         return call
 
     def _check_ids(self, ids: bytes, most: int) -> None:
-        """Check the token ids of a prompt, at most ``most`` tokens."""
+        """Check the token ids of a prompt, which has at most ``most`` tokens."""
         size = len(ids)
         if not size or size % 4:
             raise InvalidRequest("token ids are int32, at least one")
@@ -197,7 +197,7 @@ class Admission:
         return args, ids
 
     def _score(self, raw: Any) -> tuple[ScoreArgs, bytes, int]:
-        """Return the arguments, the token ids and the bytes of the answer, like ``_next_token``."""
+        """Return the arguments, the token ids and the size of the answer in bytes."""
         wanted = _decode_score(raw)
         ids: bytes = wanted.input_ids
         count = len(ids) // 4
@@ -214,9 +214,13 @@ class Admission:
         return wanted, ids, 8 * wanted.top_k if wanted.top_k else 4 * self._vocab_size
 
     def _check_sampling(self, raw: bytes) -> tuple[int, msgspec.Raw]:
-        """Return ``max_new_tokens`` and the form to send of sampling parameters of a client.
+        """Return ``max_new_tokens`` and the encoded sampling parameters for the engine.
 
-        The values are checked again and encoded again, so that engines receive no bytes of clients.
+        The values are decoded, checked and encoded again, so that engines never receive bytes that
+        a client has encoded.
+
+        Args:
+            raw: the sampling parameters as encoded by the client.
         """
         params = _decode_sampling(raw)
         checked = self._limits.check(params)

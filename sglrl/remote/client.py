@@ -1,7 +1,8 @@
 """``connect``: a client for a pool that another process has launched.
 
-To the ordinary ``Client`` and ``Driver`` the other process looks like one worker that accepts any
-number of calls. ``remote/server.py`` routes these calls to the real workers.
+The client uses the ordinary ``Client`` and ``Driver`` classes. Its driver treats the other process
+as one worker that accepts any number of calls. In the other process, ``remote/server.py`` receives
+these calls, and the driver there routes them to the real workers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .pool import CONNECT_SECONDS, RemotePool
 
 
 class RemoteAdapters:
-    """The adapters of the owning pool, which checks their names in calls."""
+    """The adapters of the other process's pool. That process checks their names in calls."""
 
     def __init__(self, pool: RemotePool) -> None:
         self._pool = pool
@@ -50,7 +51,7 @@ class RemoteAdapters:
 
 
 class RemoteControl:
-    """Runs operations in the process that launched the pool: they apply to all its clients."""
+    """Runs operations in the process that launched the pool. They affect all of its clients."""
 
     is_local: Final = False
 
@@ -75,8 +76,8 @@ class RemoteControl:
 class _RemoteSender:
     """Sends weights from this process to the pool's workers.
 
-    The first update creates a ``Sender``. Later updates use the same ``Sender`` with its device and
-    host.
+    The first update creates a ``Sender`` with the given device and host. Later updates use the same
+    ``Sender``, unless it has lost its connection.
     """
 
     def __init__(self, pool: RemotePool) -> None:
@@ -130,7 +131,7 @@ class _RemoteSender:
 
 
 class _PoolAddress:
-    """The address of the owning pool, which serves all remote clients."""
+    """The address of the pool that this client is connected to, as a ``RemoteServer``."""
 
     def __init__(self, entry: PoolEntry) -> None:
         self.address = entry.address
@@ -152,31 +153,31 @@ def connect(
 ) -> Client:
     """Return a client for another process's pool: ``async with sglrl.connect(address) as client``.
 
-    The client has the functions of the ``Client`` of that process, except replacing adapters. The
-    pool routes its calls together with all other calls. In ``update_weights`` this process sends
-    the weights; all updates use the ``device`` and ``host`` of the first update. Exiting the block
-    does not change the pool.
+    The client has the methods of the ``Client`` in that process, except that it cannot replace
+    adapters. The pool routes its calls together with all other calls. In ``update_weights`` this
+    process sends the weights, and all updates use the ``device`` and ``host`` of the first update.
+    Exiting the block does not change the pool.
 
     Args:
-        address: ``client.address`` in the process that called ``launch``. It holds a secret.
-        keys: a folder with ``driver.public`` and one client's secret key, or the file of a client's
-            secret key. ``sglrl keys`` created them for ``launch(keys=...)``.
-        insecure: connect to another machine without keys.
-        timeout: default for every call, in seconds; None: no limit.
-        connect_timeout: seconds until the pool must have answered.
-        model: path of the tokenizer for this process; None: the path in the other process.
-        max_message_bytes: largest message accepted.
-        heartbeat_timeout: over tcp, the connection is broken when nothing arrives for this many
-            seconds; see ``launch``. All calls then end with ``Closed``: connect again. None: no
+        address: ``client.address`` in the process that called ``launch``. It contains a secret.
+        keys: a folder with ``driver.public`` and the secret key of one client, or the file of a
+            client's secret key. ``sglrl keys`` creates them for ``launch(keys=...)``.
+        insecure: allow a connection to another machine without keys.
+        timeout: the default time limit of every call, in seconds. None: no limit.
+        connect_timeout: seconds to wait for the first answer of the pool.
+        model: the path of the tokenizer in this process. None: the path in the other process.
+        max_message_bytes: the size of the largest message that this client accepts.
+        heartbeat_timeout: seconds without a message after which a tcp connection counts as broken;
+            see ``launch``. All calls then raise ``Closed``, and you have to connect again. None: no
             heartbeats.
 
     Raises:
         UsageError: the address is not the address of a pool, or it needs keys, or a timeout is less
             than 0.
-        DeadlineExceeded: on entering, when no pool answers at the address. A pool does not answer a
-            client with a wrong token or an unknown key.
-        Closed: on entering, when the pool is closed or accepts no more clients. Later, from every
-            call, when the other process has exited, has closed its client, or is unreachable for
+        DeadlineExceeded: on entering the block, no pool answers at the address. A pool does not
+            answer a client with a wrong token or an unknown key.
+        Closed: on entering the block, the pool is closed or accepts no more clients. Every call
+            raises it if the other process has exited, has closed its client, or is unreachable for
             ``heartbeat_timeout`` seconds.
     """
     timeout = check_timeout(timeout)
@@ -192,11 +193,11 @@ def connect(
 
 
 def client_of(pool: RemotePool, *, model: str, timeout: float | None) -> Client:
-    """Return the client of a pool of another process.
+    """Return a client that uses the pool of another process.
 
     Args:
-        model: path of the tokenizer; "": the path in the other process.
-        timeout: default for every call, in seconds; None: no limit.
+        model: the path of the tokenizer, or "" for the path in the other process.
+        timeout: the default time limit of every call, in seconds. None: no limit.
     """
     return Client(
         pool,

@@ -22,8 +22,9 @@ _ANY_NUMBER: Final = 1 << 62
 _MANY: Final = 64
 _REPORT_BYTES: Final = MIN_UNREAD_BYTES // 4
 _APART: Final = 0.001
-"""Minimum seconds between two messages to the pool while many calls are pending. A message costs
-the pool's process as much as several calls, and that process serves all clients."""
+"""Minimum seconds between two messages to the pool while many calls are pending. Fewer messages
+save time in the pool's process, which serves all clients: a message costs as much as several calls.
+"""
 
 
 class PoolConnection:
@@ -39,8 +40,9 @@ class PoolConnection:
         on_pause: OnPause | None = None,
         on_break: OnBreak | None = None,
     ) -> None:
-        """Start delivering messages. ``on_break`` is never called: the dealer notifies
-        ``RemotePool`` directly.
+        """Start to deliver messages to ``on_message``.
+
+        ``on_break`` is never called, because the dealer notifies ``RemotePool`` itself.
         """
         self._dealer.on_pause = on_pause
         self._dealer.start(partial(on_message, b""))
@@ -57,7 +59,7 @@ class RemoteDriver(Driver):
     """A ``Driver`` whose only worker is the pool of another process.
 
     Attributes:
-        admitted: future of the pool's first answer.
+        admitted: a future with the first answer of the pool.
         status: the latest status that the pool has sent.
         on_news: called when ``status`` changes.
     """
@@ -68,7 +70,7 @@ class RemoteDriver(Driver):
         self.status = PoolStatus(0, 0, [])
         self.on_news: Callable[[], None] = lambda: None
         self._read = self._reported = 0
-        """Bytes of the pool's messages that were read, and bytes that were reported as read."""
+        """The bytes of messages that were read, and the bytes that were reported as read."""
         self._names: dict[int, Member] = {}
         self._conversations = 0
         self._sent_at = 0.0
@@ -76,7 +78,7 @@ class RemoteDriver(Driver):
         self._pool = self.fabric.members[0]
 
     def submit(self, call: Call) -> None:
-        # The request names the pool's worker. This driver has a single worker.
+        # This driver has a single worker, so only the request contains the worker of the pool.
         call.target, call.pinned = call.pinned, None
         super().submit(call)
 
@@ -86,7 +88,7 @@ class RemoteDriver(Driver):
             for status in self.status.workers
             if status.state != RETIRED and worker in (None, status.id)
         ]
-        # The calls of all clients wait in the pool's own driver.
+        # Calls wait in the pool's own driver, so the queue's limit is the limit there.
         return sum(windows), self.admitted.result().max_queue
 
     @property
@@ -120,7 +122,7 @@ class RemoteDriver(Driver):
             case Rejected(reason=reason):
                 self.lose(f"the pool dismissed this client ({reason})")
             case _:
-                # Do not log the fields: an address among them holds a secret.
+                # Do not log the fields, because an address in them contains a secret.
                 self.dropped("the pool sent %s out of place", type(message).__name__)
 
     def _on_answers(self, answers: Answers, frames: list[Buffer]) -> None:
@@ -163,15 +165,16 @@ class RemoteDriver(Driver):
         return [encode(Requests(requests))]
 
     def _request(self, call: Call) -> tuple[Any, ...]:
-        """Return a call in the layout of ``Request``.
+        """Return a call as a tuple in the layout of ``Request``.
 
-        The pool decodes the arguments only after it has read the endpoint.
+        The arguments are not encoded here. The pool decodes them only after it has read the
+        endpoint, so there they are raw bytes.
         """
         route, session, number = call.route, None, -1
         if route is not None:
             session = route.session
             if route.sticky and session is None:
-                # The pool routes it to the worker of the conversation's previous turn.
+                # By this number, the pool finds the worker of the conversation's previous turn.
                 if route.number < 0:
                     self._conversations += 1
                     route.number = self._conversations

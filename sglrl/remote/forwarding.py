@@ -23,7 +23,7 @@ from ..wire.remote import Answers, PoolStatus
 NEWS_SECONDS: Final = 0.1
 """Minimum seconds between two reports of the engines' load to a busy client."""
 _KNOWN_CONVERSATIONS: Final = 1 << 14
-"""Minimum number of conversations of one client that are kept. At most twice as many are kept."""
+"""How many recent conversations of a client are kept at least. At most twice as many are kept."""
 
 Part = tuple[Any, ...]
 """A tuple in the layout of ``Answer``, or of its first four fields."""
@@ -32,20 +32,24 @@ _FRAMES: Final = 3
 
 
 class Peer:
-    """One client and its unsent answers. ``state`` is the client's state in the fabric."""
+    """A remote client with its running calls and its unsent answers.
+
+    Args:
+        max_bytes: the size of the largest frame that the client accepts.
+        state: the state of the client in the fabric.
+    """
 
     def __init__(self, identity: bytes, max_bytes: int, state: ClientState) -> None:
         self.identity = identity
         self.state = state
         self.sent = self.read = 0
-        """Bytes of all messages sent to the client, and bytes that the client reported as read."""
+        """The bytes that were sent to the client, and the bytes that it has reported as read."""
         self.max_bytes = max_bytes
-        """Maximum bytes of a frame."""
         self.calls: dict[int, Call] = {}
         self.conversations: dict[int, Route] = {}
-        """Routes of conversations by the client's numbers."""
+        """The routes of recent conversations, by the numbers that the client gives them."""
         self.silent: dict[int, Route] = {}
-        """Routes of conversations without a turn since ``conversations`` was last emptied."""
+        """The routes of conversations without a turn since ``conversations`` was last emptied."""
         self.tasks: dict[int, Any] = {}
         """Running operations by the ids of their requests."""
         self.items: list[Part] = []
@@ -54,10 +58,10 @@ class Peer:
         self.told = 0.0
 
     def conversation(self, number: int) -> Route:
-        """Return the route for a conversation's next turn.
+        """Return the route for the next turn of a conversation.
 
-        It is the route of the previous turn, if that turn is known and has ended. Otherwise it is a
-        new route.
+        If the previous turn is known and has ended, its route is used again. Otherwise the result
+        is a new route.
         """
         route = self.conversations.get(number)
         if route is None:
@@ -76,8 +80,8 @@ class ForwardingReply:
     """The ``Reply`` of a call from a client in another process.
 
     Attributes:
-        conversation: route of the conversation that the call is a turn of.
-        begun: chunks of the answer so far, if another worker can continue from them.
+        conversation: the route of the conversation that the call belongs to, or None.
+        begun: the chunks received so far, from which another worker can continue, or None.
     """
 
     __slots__ = ("begun", "conversation", "id", "peer", "relay", "resumable")
@@ -94,7 +98,7 @@ class ForwardingReply:
         """Release the call's route."""
         route = self.conversation
         if route is not None:
-            # No turn of the conversation runs, so its tokens need not be kept.
+            # No turn of the conversation runs, so its route need not keep the tokens.
             route.tokens = b""
             self.conversation = None
 
@@ -103,7 +107,7 @@ class ForwardingReply:
             try:
                 chunk = chunk_of(item)
             except ProtocolError:
-                # The client detects the malformed chunk itself.
+                # Forward the malformed chunk. The client raises the error.
                 self.resumable = False
             else:
                 if self.begun is None:
@@ -166,7 +170,7 @@ class Relay:
         self._max_unread = DROPPED_AT * most
 
     def put(self, peer: Peer, item: Part, frames: Sequence[Buffer]) -> None:
-        """Send an item when the loop tick ends, in one message with the client's other items."""
+        """Queue an item for the client. All items of one loop tick are sent in one message."""
         peer.items.append(item)
         if frames:
             peer.frames.extend(frames)

@@ -1,4 +1,4 @@
-"""The pool of a remote client: the driver's process, seen as one worker that accepts any call."""
+"""``RemotePool``: the connection of a remote client to the process that launched the pool."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from .driver import PoolConnection, RemoteDriver
 CONNECT_SECONDS: Final = 60.0
 """Seconds that a client waits for the pool's first answer."""
 _POLL_SECONDS: Final = 0.2
-"""Seconds between two checks whether a pool that has not answered yet was closed."""
+"""Seconds between two checks that the pool was not closed before its first answer."""
 _CHECK_SECONDS = 15.0
-"""Seconds between two checks whether the pool still knows a client that has pending calls."""
+"""Seconds between two checks that the pool has not dropped a client with pending calls."""
 _GONE: Final = "the pool's process has exited or has closed the pool"
 _BROKEN: Final = (
     "the connection to the pool's process broke: that process has exited or has closed the pool"
@@ -46,7 +46,7 @@ class RemoteWeights:
     """The weights of a remote pool's workers. ``weights.port.WeightsPort`` documents the methods.
 
     Args:
-        ask: runs an operation of ``Client`` in the pool's process, by its name.
+        ask: runs the operation of ``Client`` with a given name in the pool's process.
     """
 
     def __init__(self, ask: Callable[..., Awaitable[Any]]) -> None:
@@ -59,12 +59,13 @@ class RemoteWeights:
         self.host = "127.0.0.1"
 
     def set_version(self, version: int, loras: Mapping[str, int] | None = None) -> None:
-        """Record that the pool has these versions, unless later versions are known.
+        """Record the versions of the pool, unless later versions are known already.
 
-        A sender may learn of a version before the pool's next status arrives.
+        The result of an update may arrive before the pool's next status, so versions may arrive
+        out of order.
 
         Args:
-            loras: versions of adapters by name.
+            loras: the versions of adapters by name.
         """
         known = self.lora_versions
         new = {name: v for name, v in (loras or {}).items() if v > known.get(name, -1)}
@@ -87,7 +88,7 @@ class RemotePool:
     """The pool of another process. ``driver.port.PoolPort`` documents the methods.
 
     Args:
-        connect_timeout: seconds until the pool must have answered.
+        connect_timeout: seconds to wait for the first answer of the pool.
 
     Raises:
         UsageError: the address is not the address of a pool, or it needs keys, or
@@ -165,7 +166,7 @@ class RemotePool:
 
     def _connect(self) -> ZmqDealer:
         loop = asyncio.get_running_loop()
-        # The thread that calls ``tell`` must not keep alive a client that is never closed.
+        # The dealer's thread must not keep a client alive that the program forgot to close.
         on_break = weakref.WeakMethod(self._on_break)
 
         def tell() -> None:
@@ -198,8 +199,9 @@ class RemotePool:
     def _make_sure(self) -> None:
         """Send an empty message if calls are pending, to find out if the pool dropped this client.
 
-        The pool drops a client whose connection is full because the client does not read. It cannot
-        notify the client then. It answers every message of an unknown client with ``Rejected``.
+        The pool drops a client that does not read its messages. It cannot notify the client then,
+        because the connection is full. To later messages of a dropped client, the pool answers
+        ``Rejected``.
         """
         if self.driver.fabric.calls:
             self.driver.send_to_peer(b"", encode(Requests([])))
@@ -216,14 +218,14 @@ class RemotePool:
                     "(heartbeat_timeout)"
                 )
             driver.lose(reason)
-            # ZeroMQ reconnects by itself. If the pool still runs, this message makes it drop this
-            # client.
+            # ZeroMQ reconnects by itself. If the pool still runs, this message makes the pool drop
+            # this client.
             driver.send_to_peer(b"", encode(Leave()))
 
     def _check_pool_exists(self) -> None:
-        """Check whether the pool was closed until it answers.
+        """Check that the pool was not closed. Repeat the check until the pool has answered.
 
-        ZeroMQ does not report a pool that was closed before there was a connection.
+        ZeroMQ does not report a pool that was closed before the connection was made.
         """
         driver = self.driver
         if self._lifetime.closing or driver.admitted.done():
@@ -242,7 +244,7 @@ class RemotePool:
 
     @property
     def workers(self) -> list[WorkerInfo]:
-        """The workers of the latest status. All are retired if the connection is lost or closed."""
+        """The workers in the latest status. If the connection has ended, all are retired."""
         closed = self.driver.fabric.closed
         return [
             WorkerInfo(
@@ -261,7 +263,7 @@ class RemotePool:
 
     @property
     def queue(self) -> QueueInfo:
-        """The queue of the latest status."""
+        """The queue in the latest status."""
         status = self.status
         return QueueInfo(
             calls=status.queued, bytes=status.queued_bytes, clients=status.queued_clients
@@ -294,8 +296,8 @@ class RemotePool:
 
 
 def _is_gone(url: str) -> bool:
-    """Return whether the file of an ipc socket is missing, so that no process listens.
+    """Return whether ``url`` is an ipc socket whose file is missing, so that no process listens.
 
-    ZeroMQ itself would wait for a listener.
+    ZeroMQ would wait until a process listens there.
     """
     return url.startswith("ipc://") and not os.path.exists(url.removeprefix("ipc://"))

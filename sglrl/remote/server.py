@@ -2,8 +2,8 @@
 
 Calls of remote clients become calls of the driver's own fabric. Routing, back-pressure, deadlines
 and the continuation after a lost worker are therefore the same for all calls. Messages of clients
-are not trusted: this side repeats the checks of the remote ``Client``, and drops and counts
-malformed messages.
+are not trusted. The server repeats the checks of the remote ``Client``, and the driver drops and
+counts malformed messages.
 """
 
 from __future__ import annotations
@@ -44,18 +44,18 @@ from .forwarding import NEWS_SECONDS, Peer, Relay
 logger = logging.getLogger("sglrl.remote")
 
 _MAX_PEERS: Final = 1024
-"""Maximum number of clients. A client counts until it sends ``Leave`` or is unreachable."""
+"""The maximum number of clients. A client counts until it sends ``Leave`` or is unreachable."""
 
 
 class PoolServer(DriverListener):
     """Serves remote clients on the event loop of the ``Client`` that owns the pool.
 
     Args:
-        pool: the pool. It must have started.
-        client: the client that owns it.
+        pool: the pool, which must have started.
+        client: the client that owns the pool.
 
     Attributes:
-        address: address for ``sglrl.connect``. It holds a secret.
+        address: the address for ``sglrl.connect``. It contains a secret.
     """
 
     def __init__(self, pool: Pool, client: Client) -> None:
@@ -84,7 +84,7 @@ class PoolServer(DriverListener):
         return self._pool.entry(self._token)
 
     def on_loads(self) -> None:
-        # A client that has only long calls may receive no other message for a long time.
+        # Send the status to clients with long calls, which may get no answers for a long time.
         waiting = [
             peer for peer in self._peers.values() if peer.calls and now() - peer.told > NEWS_SECONDS
         ]
@@ -95,7 +95,7 @@ class PoolServer(DriverListener):
                 self._tell(peer, answers)
 
     async def close(self) -> None:
-        """Stop serving. Close the pool first, so that all calls have ended."""
+        """Stop serving. The pool must be closed before, so that all calls have ended."""
         self._driver.remove_listener(self)
         if self._watch is not None:
             self._watch.cancel()
@@ -114,7 +114,7 @@ class PoolServer(DriverListener):
         if self._peers:
             answers = Answers([], [], self._news())
             for peer in list(self._peers.values()):
-                # Send the answers from before the change first.
+                # First send the queued answers, which are older than the change.
                 self._relay.flush(peer)
                 self._tell(peer, answers)
 
@@ -185,7 +185,7 @@ class PoolServer(DriverListener):
             case Hello() if peer is None:
                 return self._admit(identity, message)
             case Leave() if peer is None:
-                # Its connection broke, and the pool forgot it before it connected again.
+                # After a broken connection, a client that was removed may send this late.
                 pass
             case _ if peer is None:
                 self._dismiss(
@@ -225,7 +225,7 @@ class PoolServer(DriverListener):
             )
             return False
         if len(self._peers) >= _MAX_PEERS:
-            # A failed message removes an unreachable client.
+            # Send a message to all clients, because a client that is unreachable is then removed.
             self._tell_all()
         if len(self._peers) >= _MAX_PEERS:
             self._dismiss(identity, f"the pool has {_MAX_PEERS} clients in other processes")
