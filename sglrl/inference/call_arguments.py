@@ -1,6 +1,7 @@
-"""Read an argument that the model has written as text without quotes.
+"""Read an argument of a tool call that the model has written as text without quotes.
 
-The template writes text as it is, and all other values as JSON. The schema decides what was meant.
+Templates of this kind write texts unchanged, and all other values as JSON. So ``5`` may be a number
+or a text. The schema of the argument decides.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from .schema_forms import Forms
 from .schema_values import valid
 
 _ERRORS = (TypeError, ValueError, KeyError, AttributeError, re.error, RecursionError)
-"""Errors of schemas that are wrong."""
+"""The exceptions that a wrong schema may cause."""
 
 
 _CONSTANTS: Final = {"True": True, "False": False, "None": None}
 
 
 class NoValue(ValueError):
-    """A text is neither JSON nor may the argument be text."""
+    """A text is not JSON, and the schema of the argument does not allow text."""
 
 
 def parameters_of(tool: Any) -> Any:
-    """Return the schema of a tool's arguments. A tool without one has no arguments."""
+    """Return the schema of a tool's arguments. A tool without a schema has no arguments."""
     function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
     parameters = function.get("parameters") if isinstance(function, Mapping) else None
     return parameters or {"type": "object", "properties": {}}
 
 
 def argument_schema(parameters: Any, name: str) -> Any:
-    """Return the schema of one argument. True: it is not declared."""
+    """Return the schema of one argument, or True if it is not declared."""
     try:
         forms = Forms(parameters).alternatives(parameters, "")
         schemas = [
@@ -58,17 +59,19 @@ def argument_schema(parameters: Any, name: str) -> Any:
 def read_argument(text: str, schema: Any, root: Any, python: bool = False) -> Any:
     """Return the value of an argument.
 
-    A value that is valid is preferred: first JSON that is no text, then the text itself, then text
-    that is written with white space around it or as JSON. ``"5"`` is therefore text for
-    ``anyOf: [string, null]``, and a number for ``anyOf: [string, integer]``.
+    The result is the first of these values that is valid: the decoded JSON if it is not a text, the
+    text itself, the text without white space around it, and the decoded JSON if it is a text. For
+    example, ``5`` is a text for ``anyOf: [string, null]``, and a number for ``anyOf: [string,
+    integer]``. If none is valid, the types in the schema decide.
 
     Args:
-        schema: of the argument.
-        root: the schema in which ``$ref`` are searched.
-        python: as in ``CallStyle``.
+        text: the text that the model has written.
+        schema: the schema of the argument.
+        root: the schema that contains the targets of ``$ref``.
+        python: whether constants are written as in Python, see ``CallStyle``.
 
     Raises:
-        NoValue: there is no such value.
+        NoValue: the text is not JSON, and the schema does not allow text.
     """
     candidates: list[Any] = [text]
     try:
@@ -98,7 +101,7 @@ def _fail(constant: str) -> None:
 
 
 def _kinds(schema: Any, root: Any) -> list[bool]:
-    """Return for each kind of value of a schema whether it is text."""
+    """Return, for each type or enum value that a schema allows, whether it is text."""
     try:
         forms = Forms(root).alternatives(schema, "")
         return [
@@ -123,25 +126,31 @@ def _may_be_text(schema: Any, root: Any) -> bool:
 
 
 def tool_name(tool: Any) -> Any:
-    """Return the name of a tool, which is a schema."""
+    """Return the name in the schema of a tool."""
     return tool.get("function", tool).get("name") if isinstance(tool, Mapping) else None
 
 
 def texts_only(name: str, arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the schema of a tool whose arguments are text."""
+    """Return the schema of a tool with the given arguments, which are all text."""
     properties = {argument: {"type": "string"} for argument in arguments}
     parameters = {"type": "object", "properties": properties}
     return {"type": "function", "function": {"name": name, "parameters": parameters}}
 
 
 def with_arguments(style: CallStyle, call: Any, texts: Any, parameters: Any) -> Any:
-    """Return a call whose arguments are read from their texts."""
+    """Return a parsed call with its arguments read again from their texts.
+
+    Args:
+        call: the call as parsed by the package ``renderers``.
+        texts: the same call, parsed with a schema in which all arguments are text.
+        parameters: the schema of the tool's arguments.
+    """
     if call.status not in ("ok", "invalid_json") or not isinstance(texts.arguments, Mapping):
         return call
     written = argument_texts(style, call.raw)
     arguments, status = {}, "ok"
     for name, text in texts.arguments.items():
-        # The package removes white space at the ends.
+        # The package ``renderers`` removes white space around a text, so find the original text.
         whole = [one for key, one in written if key.strip() == name and one.strip() == text]
         schema = argument_schema(parameters, name)
         try:

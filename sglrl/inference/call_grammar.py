@@ -1,4 +1,4 @@
-"""The grammar of the arguments of a call: what it allows, the renderer reads as valid arguments."""
+"""The grammar of a tool call's arguments. It allows only texts that are read as valid arguments."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .schema_forms import Form, Forms, is_closed, reject
 from .schema_values import valid
 
 _NAME: Final = "[A-Za-z_][A-Za-z0-9_]*"
-"""Names of arguments that a schema allows without declaring them."""
+"""The form of the names of arguments that a schema allows without declaring them."""
 
 
 def arguments_format(
@@ -24,12 +24,13 @@ def arguments_format(
     """Return the format of the arguments of one tool.
 
     Args:
-        schema: of the arguments: an object.
-        markers: texts that no argument may contain, because the call would be read wrong.
+        schema: the schema of all arguments, which are an object.
+        style: how the model's template writes calls.
+        markers: texts that no argument may contain, because the call would be parsed wrong.
         tokens: the special tokens of the model.
 
     Raises:
-        InvalidRequest: the schema has a keyword that cannot be enforced, or it is no object's.
+        InvalidRequest: the schema has a keyword that cannot be enforced, or does not allow objects.
     """
     if not style.tagged:
         return {"type": "grammar", "grammar": json_grammar(schema, markers=markers)}
@@ -43,7 +44,7 @@ def arguments_format(
 
 
 class _Tagged:
-    """The arguments of a tool, each between tags of its own."""
+    """Makes the format of arguments that are written one by one, each between its own tags."""
 
     def __init__(
         self, root: Any, style: CallStyle, markers: list[str], tokens: Mapping[str, int]
@@ -98,7 +99,7 @@ class _Tagged:
         return sequence([*before, name, *between, value, *after])
 
     def _value(self, schema: Any, path: str) -> Format | None:
-        """Return the format of the values of one argument. None: there are none."""
+        """Return the format of the values of one argument, or None if no value is valid."""
         formats: list[Format] = []
         for form in self._forms.alternatives(schema, path):
             if "enum" in form:
@@ -112,7 +113,7 @@ class _Tagged:
             if "string" in types:
                 text = text_expression(form, path, self._char)
                 if text is None:
-                    # Everything else that may be written is such text, too.
+                    # Any text is allowed. This includes the texts of all other forms.
                     return {"type": "any_text", "excludes": self._excluded}
                 formats.append({"type": "grammar", "grammar": f"root ::= {text}\n"})
             others = [one for one in types if one != "string"]
@@ -127,7 +128,7 @@ class _Tagged:
         return [{"type": "grammar", "grammar": grammar.text(expression)}]
 
     def _char(self, chars: Chars) -> str:
-        """Return the expression of one character of text that is written as it is."""
+        """Return the expression of one character of an unquoted text."""
         if len(chars) > 1 or chars[0][0] != chars[0][1]:
             chars = intersection(chars, self._plain)
         if not chars:

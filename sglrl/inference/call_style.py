@@ -1,4 +1,4 @@
-"""How the model's template writes calls of tools, learned from an example."""
+"""Find out from an example how a model's template writes tool calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _JSON: Final = r'\{"a": ?1, ?"b": ?2\}'
 _TAGGED: Final = (
     r"(?P<before>\S\S*?)a(?P<between>.*?)1(?P<after>.*?)(?P=before)b(?P=between)2(?P=after)"
 )
-"""The arguments of the example: one JSON object, or each one between tags of its own."""
+"""The arguments of the example: as one JSON object, or each argument between its own tags."""
 _THOUGHT: Final = r".*?Hm\.\s*(?P<closing><[^<\s]*>)"
 _CALL: Final = (
     r"(?P<space>\s*)(?P<begin>\S.*?)add(?P<middle>.*?)(?P<arguments>ARGUMENTS)(?P<end>.*?)"
@@ -18,16 +18,16 @@ _SECOND: Final = r"(?P<separator>.*?)(?P=begin)add(?P=middle)(?P=arguments)(?P=e
 
 
 class CallStyle(NamedTuple):
-    """The texts around the name and the arguments of a call.
+    """The texts around the name and the arguments of a tool call.
 
     Attributes:
-        closing: the token that ends the reasoning before the call; "": there is no reasoning.
-        space: white space before the first call.
-        begin, middle, end: texts before the name, before the arguments, and after them.
-        separator: the text between two calls; None: a turn has one call.
-        before, between, after: texts before an argument's name, before its value and after it. All
-            are "" if the arguments are one JSON object.
-        python: ``True`` and ``None`` are written as in Python instead of JSON.
+        closing: the token that ends the reasoning before the call, or "" without reasoning.
+        space: the white space before the first call.
+        begin, middle, end: the texts before the name, before the arguments, and after them.
+        separator: the text between two calls, or None if a turn has at most one call.
+        before, between, after: the texts before an argument's name, before its value, and after it.
+            All are "" if the arguments are one JSON object.
+        python: whether constants are written as in Python (``True``, ``None``) instead of JSON.
     """
 
     closing: str
@@ -43,23 +43,22 @@ class CallStyle(NamedTuple):
 
     @property
     def tagged(self) -> bool:
-        """Whether each argument has tags of its own, and text is written without quotes."""
+        """Whether arguments are written one by one, each between tags, and texts without quotes."""
         return bool(self.before)
 
     @property
     def call(self) -> str:
-        """The texts of a call, without name and arguments."""
+        """All texts of a call except the name and the arguments, joined."""
         return "".join([self.begin, self.middle, self.before, self.between, self.after, self.end])
 
 
 def call_style(once: str | None, twice: str | None, closings: set[str]) -> CallStyle | None:
-    """Return the style of the example, with one call and with two: see ``Renderer.example``.
+    """Return the style in which examples are written, or None if it is not a known style.
 
     Args:
-        closings: tokens that may end reasoning.
-
-    Returns:
-        None if the format is unknown.
+        once: the example with one call, see ``Renderer.example``.
+        twice: the example with two calls.
+        closings: the tokens that may end reasoning.
     """
     for text, form in ((twice, _CALL + _SECOND), (once, _CALL)):
         if text is None:
@@ -79,7 +78,7 @@ def call_style(once: str | None, twice: str | None, closings: set[str]) -> CallS
 
 
 def argument_texts(style: CallStyle, raw: str) -> list[tuple[str, str]]:
-    """Return names and texts of the arguments of a call, as the template writes them."""
+    """Return the names and the unchanged texts of the arguments in the text of a call."""
     ends = map(re.escape, (style.before, style.between, style.after.rstrip()))
     before, between, after = ends
     return re.findall(f"{before}(.*?){between}(.*?){after}", raw, re.DOTALL)

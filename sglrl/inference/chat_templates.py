@@ -1,4 +1,4 @@
-"""The chat template of a model: its arguments, and the text that it makes of conversations."""
+"""Render conversations with the chat template of a model, and find out which arguments it uses."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ PROBES: Final[tuple[list[dict[str, Any]], ...]] = (
         {"role": "tool", "tool_call_id": "call_0", "name": "add", "content": "3"},
     ],
 )
-"""Conversations with each kind of message. The right renderer makes the same tokens of them as the
-chat template."""
+"""Conversations with each kind of message. A renderer fits a model if it encodes them to the same
+tokens as the chat template."""
 _OTHERS: Final = ("chat_template", "tools", "documents", "continue_final_message")
-"""Arguments of ``apply_chat_template`` that are not only variables of the template."""
+"""The arguments that ``apply_chat_template`` itself reads. A template need not name them."""
 _OWN: Final = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
-"""Blocks that transformers adds to Jinja."""
+"""The tags of a block that transformers adds to Jinja."""
 
 
 def template_text(box: TokenizerBox, template: Mapping[str, Any]) -> str:
-    """Return the source of the chat template; "" if there is none."""
+    """Return the source of the chat template, or "" if there is none."""
     return str(template.get("chat_template") or getattr(box.tokenizer, "chat_template", None) or "")
 
 
@@ -67,9 +67,10 @@ def template_shows_system(box: TokenizerBox) -> bool:
 def render_conversation(
     box: TokenizerBox, messages: Sequence[Message], template: Mapping[str, Any]
 ) -> str:
-    """Return what the chat template makes of a conversation, up to the assistant's turn.
+    """Render a conversation with the chat template, up to the assistant's turn.
 
-    The arguments of calls are objects. Some templates, such as DeepSeek's, accept only their JSON.
+    The arguments of tool calls are passed as objects. For templates that reject objects, such as
+    DeepSeek's, they are passed as JSON text.
 
     Raises:
         InvalidRequest: the template rejects the messages.
@@ -95,11 +96,12 @@ def _with_json(message: Message) -> Message:
 def read_arguments(template: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that can change what a chat template renders.
 
-    Clients send arguments that only some models have, such as ``enable_thinking``.
+    Clients also send arguments that only the templates of other models use, such as
+    ``enable_thinking``.
 
     Args:
-        template: its text.
-        arguments: see ``TokenizerBox.render``.
+        template: the source of the template.
+        arguments: the given arguments, see ``TokenizerBox.render``.
     """
     names = _variables(template)
     if names is None:

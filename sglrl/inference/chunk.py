@@ -1,4 +1,4 @@
-"""The parts of a completion that a stream yields."""
+"""``Chunk``, the new tokens that a stream yields, and the text that each chunk adds."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Chunk(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     Attributes:
         finish_reason: None until the last chunk, then as in ``Completion``.
-        version: policy version of the tokens.
-        lora_version: version of the adapter; 0 without an adapter.
+        version: the policy version of the tokens.
+        lora_version: the version of the adapter, or 0 without an adapter.
     """
 
     finish_reason: str | None
@@ -53,7 +53,7 @@ class Chunk(msgspec.Struct, frozen=True, dict=True, eq=False):
 
     @cached_property
     def token_ids_logprobs(self) -> NDArray[np.float32] | None:
-        """Logprobs of the tokens of ``token_ids_logprob``, float32 [t, k], or None."""
+        """Logprobs of the k tokens of ``token_ids_logprob``, float32 [t, k], or None."""
         chunk, params = self._chunk, self._params
         return None if chunk is None or params is None else given_logprobs([chunk], params)
 
@@ -79,8 +79,8 @@ class Chunk(msgspec.Struct, frozen=True, dict=True, eq=False):
 class StreamText:
     """Computes the text that each chunk adds to a growing list of tokens.
 
-    Only the tail is decoded again. The text is final up to the last position where the decoder had
-    no incomplete character. The detokenizers of SGLang and vLLM bound their work in the same way.
+    For each chunk, only the last tokens are decoded again, as in the detokenizers of SGLang and
+    vLLM. Earlier text is final. It ends at a position where no character was incomplete.
     """
 
     def __init__(self, decode: Decode, params: SamplingParams) -> None:
@@ -129,7 +129,7 @@ class StreamText:
         return text
 
     def _held_back(self) -> int:
-        """Return how many characters at the end could begin a stop string."""
+        """Return how many characters at the end of the text could begin a stop string."""
         longest = 0
         for stop in self._stops:
             for size in range(min(len(stop), len(self._pending)), longest, -1):

@@ -1,4 +1,4 @@
-"""Results of calls to an engine. They are immutable; their arrays are views of received bytes."""
+"""The immutable results of calls to an engine. Their arrays are views of the received bytes."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from .sampling import SamplingParams
 from .sampling_mask import SamplingMask, mask_of
 
 Decode = Callable[[Sequence[int], bool], str]
-"""``decode(token_ids, skip_special_tokens) -> text``"""
+"""A function ``decode(token_ids, skip_special_tokens)`` that returns text."""
 
 
 class VersionSpan(NamedTuple):
     """The policy version of the tokens ``start`` to ``stop`` (exclusive).
 
-    The forward pass that computed their logits was launched with the weights of ``version``.
+    The forward pass that computed the logits of these tokens used the weights of ``version``.
     """
 
     start: int
@@ -35,13 +35,13 @@ class VersionSpan(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Durations in seconds, each counted from the submission of the call.
+    """The durations of a call, in seconds from its submission.
 
     Attributes:
-        queued: until the call was sent to a worker.
-        first_token: until the first token arrived here. Equals ``total`` when all tokens came in
-            one message.
-        total: until the end.
+        queued: the time until the call was sent to a worker.
+        first_token: the time until the first token arrived in this process. It equals ``total`` if
+            all tokens came in one message.
+        total: the time until the end of the call.
     """
 
     queued: float
@@ -65,13 +65,14 @@ class TopLogprobs(NamedTuple):
 
 
 class ScoreLogprobs(np.ndarray[Any, np.dtype[np.float32]]):
-    """Logprobs of given tokens, the result of ``score``. A numpy array, float32 [n].
+    """The result of ``score``: logprobs of given tokens, as a numpy array float32 [n].
 
-    Arrays computed from it, including slices and copies, have no versions.
+    Slices, copies and other arrays that are computed from this array have no versions.
 
     Attributes:
-        versions: spans of the policy version that computed the positions, in order.
-        lora_versions: the same for the version of the adapter; empty without an adapter.
+        versions: the spans of positions with the same policy version, in order.
+        lora_versions: the spans of positions with the same version of the adapter. Empty without an
+            adapter.
     """
 
     versions: tuple[VersionSpan, ...]
@@ -90,9 +91,9 @@ class ScoreLogprobs(np.ndarray[Any, np.dtype[np.float32]]):
 
     @property
     def version(self) -> int:
-        """Weight version with which the forward pass for the last position was launched.
+        """The weight version with which the forward pass for the last position was launched.
 
-        It is the version of all positions unless ``versions`` has several spans.
+        All positions have this version unless ``versions`` has several spans.
         """
         return self.versions[-1].version
 
@@ -111,12 +112,12 @@ class _Scores(NamedTuple):
 
 
 class Scores(_Scores):
-    """Logprobs of n given tokens, the result of ``score(..., top_logprobs=k)``.
+    """The result of ``score(..., top_logprobs=k)``: logprobs of n given tokens.
 
-    Position 0 of a text has no context: its ids are -1 and its logprobs NaN.
+    Position 0 of a text has no context, so its ids are -1 and its logprobs are NaN.
 
     Attributes:
-        logprobs: float32 [n], logprobs of the given tokens.
+        logprobs: float32 [n], the logprobs of the given tokens.
         top_ids: int32 [n, k], the most likely tokens at each position, most likely first.
         top_logprobs: float32 [n, k], the logprobs of ``top_ids``.
     """
@@ -130,7 +131,7 @@ class Scores(_Scores):
 
     @property
     def versions(self) -> tuple[VersionSpan, ...]:
-        """Spans of the policy version that computed the positions, in order."""
+        """The spans of positions with the same policy version, in order."""
         return self.logprobs.versions
 
     @property
@@ -148,12 +149,12 @@ class NextTokenLogprobs(NamedTuple):
     Attributes:
         logprobs: float32 [v], by token id. With ``top_k``: float32 [k], most likely first.
             Read-only.
-        token_ids: int32 [k], the tokens of ``logprobs``. None: all tokens.
-        version: weight version with which the forward pass that computed the distribution was
+        token_ids: int32 [k], the tokens of ``logprobs``, or None if ``logprobs`` has all tokens.
+        version: the weight version with which the forward pass that computed the distribution was
             launched.
-        cached_tokens: prompt tokens that came from the prefix cache.
-        worker: index of the worker that computed it.
-        lora_version: version of the adapter; 0 without an adapter.
+        cached_tokens: the number of prompt tokens that came from the prefix cache.
+        worker: the index of the worker that computed the distribution.
+        lora_version: the version of the adapter, or 0 without an adapter.
     """
 
     logprobs: NDArray[np.float32]
@@ -172,7 +173,7 @@ class NextTokenLogprobs(NamedTuple):
 
 
 class Conversation(msgspec.Struct, gc=False, eq=False):
-    """The tokens of a conversation so far, int32.
+    """The buffer with the tokens of a conversation, int32, that the prompts of its turns share.
 
     Tokens are only appended, so the prompt of every turn is a prefix of ``tokens``. A copy for each
     turn would take memory quadratic in the number of turns.
@@ -182,7 +183,7 @@ class Conversation(msgspec.Struct, gc=False, eq=False):
 
 
 class Beginning(msgspec.Struct, gc=False, frozen=True, eq=False):
-    """A prefix of a conversation: its first ``nbytes`` bytes."""
+    """A prefix of a conversation: the first ``nbytes`` bytes of its tokens."""
 
     conversation: Conversation
     nbytes: int
@@ -191,20 +192,20 @@ class Beginning(msgspec.Struct, gc=False, frozen=True, eq=False):
 class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False):
     """One sampled continuation of one prompt.
 
-    It holds the received chunks. Arrays, text and other values are computed on first use.
+    A completion holds the received chunks. Arrays, text and other values are computed on first use.
 
     Attributes:
-        worker: index of the worker that finished it. -1: the call was aborted while it waited for a
-            worker.
-        resumed: number of workers that were lost while they held the call.
-        resumed_at: output positions at which another worker continued. That worker recomputed the
-            KV cache of all earlier tokens with its own weights.
+        worker: the index of the worker that finished the call. -1: the call was aborted while it
+            waited for a worker.
+        resumed: the number of workers that were lost while they held the call.
+        resumed_at: the output positions at which another worker continued. That worker recomputed
+            the KV cache of all earlier tokens with its own weights.
         lora: the name of the adapter, or None.
         params: the sampling parameters of the call.
-        prompt, chunks, wants_logprobs, top_count, routed_rows, decode: what the call has received,
-            from which the other values are computed.
-        submitted_at, sent_at, first_at, finished_at: times on the driver's clock, in seconds; 0:
-            not yet.
+        prompt, chunks, wants_logprobs, top_count, routed_rows, decode: the received data and the
+            options of the call, from which the other values are computed.
+        submitted_at, sent_at, first_at, finished_at: times on the driver's clock, in seconds. A
+            time is 0 if the event has not happened.
     """
 
     worker: int
@@ -234,36 +235,37 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
     @property
     def stop_match(self) -> str | int | None:
-        """The stop string or token id that ended the output, if any."""
+        """The stop string or token id that ended the output, or None."""
         return self.chunks[-1].stop_match
 
     @property
     def cached_tokens(self) -> int:
-        """Prompt tokens that came from the prefix cache."""
+        """The number of prompt tokens that came from the prefix cache."""
         return self.chunks[-1].cached_tokens
 
     @property
     def prompt_tokens(self) -> int:
-        """Number of tokens in the prompt."""
+        """The number of tokens in the prompt."""
         prompt = self.prompt
         return (prompt.nbytes if isinstance(prompt, Beginning) else len(prompt)) // 4
 
     @cached_property
     def versions(self) -> tuple[VersionSpan, ...]:
-        """Spans of the policy version over the output tokens, in order, without gaps."""
+        """The spans of output tokens with the same policy version, in order, without gaps."""
         return version_spans(self.chunks)
 
     @cached_property
     def lora_versions(self) -> tuple[VersionSpan, ...]:
-        """As ``versions``, for the version of the adapter. Empty without an adapter.
+        """The spans of output tokens with the same version of the adapter. Empty without one.
 
-        The spans differ from those of ``versions``. Both versions together identify the policy.
+        The spans may differ from the spans of ``versions``. Both versions together identify the
+        policy that sampled a token.
         """
         return () if self.lora is None else version_spans(self.chunks, lora=True)
 
     @cached_property
     def timing(self) -> Timing:
-        """Durations of the call. See ``Timing``."""
+        """The durations of the call, as ``Timing``."""
         return Timing(
             self.sent_at - self.submitted_at,
             (self.first_at or self.finished_at) - self.submitted_at,
@@ -280,7 +282,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
     @cached_property
     def output_ids(self) -> NDArray[np.int32]:
-        """The output tokens, int32 [t], read-only. Includes the stop token or stop string."""
+        """The output tokens, int32 [t], read-only. They include the stop token or stop string."""
         return np.frombuffer(b"".join([c.ids for c in self.chunks]), dtype="<i4")
 
     @cached_property
@@ -288,9 +290,9 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
         """Logprobs of the output tokens, float32 [t], read-only. None unless requested.
 
         A logprob is the natural log of the token's probability. ``logprobs_mode`` selects the
-        distribution (see ``SamplingParams``). By default, "scaled_logprobs", temperature,
-        penalties, ``logit_bias`` and grammar are applied; top-p, top-k and min-p are not. With
-        temperature 0, the values are those of temperature 1.
+        distribution (see ``SamplingParams``). The default is "scaled_logprobs": temperature,
+        penalties, ``logit_bias`` and grammar are applied, and top-p, top-k and min-p are not. With
+        temperature 0, the logprobs are computed at temperature 1.
         """
         if not self.wants_logprobs:
             return None
@@ -300,7 +302,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     def top_logprobs(self) -> TopLogprobs | None:
         """The most likely tokens at each output position. None unless requested.
 
-        Their logprobs are of the same distribution as ``logprobs``. A token that could not be drawn
+        The logprobs are of the same distribution as ``logprobs``. A token that could not be drawn
         has the smallest float32.
         """
         k = self.top_count
@@ -315,17 +317,17 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     def token_ids_logprobs(self) -> NDArray[np.float32] | None:
         """Logprobs of the k tokens of ``token_ids_logprob``, float32 [t, k]. None unless requested.
 
-        They are of the same distribution as ``logprobs``. A token that could not be drawn has the
-        smallest float32.
+        The values are of the same distribution as ``logprobs``. A token that could not be drawn has
+        the smallest float32.
         """
         return given_logprobs(self.chunks, self.params)
 
     @cached_property
     def hidden_states(self) -> NDArray[np.float32] | None:
-        """The output of the last layer that each token was sampled from, float32 [t, hidden size].
+        """The hidden state that each token was sampled from, float32 [t, hidden size].
 
-        It is after the last norm: the logits are its product with the output embeddings. None
-        unless requested with ``return_hidden_states``.
+        This is the output of the last layer, after the last norm. Its product with the output
+        embeddings gives the logits. None unless requested with ``return_hidden_states``.
         """
         return hidden_states(self.chunks, self.params)
 
@@ -341,8 +343,8 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     def routed_experts(self) -> NDArray[Any] | None:
         """The experts that tokens were routed to, uint8 or int16 [n, layers, k], read-only.
 
-        Row i is of position ``routed_from + i`` of prompt and output. The last token has no row: no
-        forward pass has had it as input. None unless requested.
+        Row i belongs to position ``routed_from + i`` of prompt and output. The last token has no
+        row, because it was never an input of a forward pass. None unless requested.
         """
         return None if self.routed_rows is None else self.routed_rows.array()
 
@@ -350,7 +352,8 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     def routed_from(self) -> int:
         """The position of the first row of ``routed_experts``.
 
-        It is 0, and in a later turn of a session the first position without a row in earlier turns.
+        The position is 0, except in later turns of a session. There it is the first position
+        without a row in earlier turns.
         """
         return 0 if self.routed_rows is None else self.routed_rows.start
 
@@ -372,15 +375,15 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     def message(self) -> AssistantMessage:
         """The output as a message of the assistant.
 
-        In a session with a renderer, it has reasoning and calls of tools, parsed from the tokens.
-        Otherwise all text is ``content``.
+        If the call or the session has a renderer, reasoning and tool calls are parsed from the
+        tokens. Otherwise all text is ``content``.
         """
         parsed: AssistantMessage | None = self.__dict__.get("message")
         return AssistantMessage(content=self.text) if parsed is None else parsed
 
     @property
     def tool_calls(self) -> tuple[ToolCall, ...]:
-        """The calls of tools in ``message``, also those that are not valid."""
+        """The tool calls in ``message``, including calls that are not valid."""
         return self.message.tool_calls
 
     def __repr__(self) -> str:
@@ -412,7 +415,7 @@ def cut_text(
 ) -> str:
     """Decode output ids and cut the text at the stop token or stop string.
 
-    The stop itself is removed too, unless ``no_stop_trim`` is set.
+    The stop token or stop string is removed too, unless ``no_stop_trim`` is set.
     """
     tokens = ids.tolist()
     skip = params.skip_special_tokens
@@ -422,9 +425,9 @@ def cut_text(
         return decode(tokens if params.no_stop_trim else tokens[:-1], skip)
     text = decode(tokens, skip)
     if isinstance(stop_match, str) and stop_match in params.stop_strings:
-        # The last token completed the stop string, so the string ends after the text of the other
-        # tokens. An incomplete character at the end of that text does not count. The engine did not
-        # stop at an earlier occurrence, so it is skipped here too.
+        # The last token completed the stop string. So search only for an occurrence that ends in
+        # the text of this token. The engine did not stop at earlier ones. Strip an incomplete
+        # character, which the last token may have completed.
         before = decode(tokens[:-1], skip).rstrip("\ufffd")
         at = text.find(stop_match, max(0, len(before) - len(stop_match) + 1))
         if at >= 0:
@@ -459,7 +462,7 @@ def version_spans(chunks: Sequence[TokenChunk], *, lora: bool = False) -> tuple[
     Adjacent spans of the same version are joined.
 
     Args:
-        lora: return the versions of the adapter instead.
+        lora: whether to return the versions of the adapter instead of the model's.
     """
     spans: list[VersionSpan] = []
     at = 0

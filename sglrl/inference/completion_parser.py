@@ -1,4 +1,4 @@
-"""Encode the prompts of single calls, and parse their completions."""
+"""Encode the prompts of calls without a session, and parse their completions into messages."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from .turn_grammar import turn_grammar
 
 
 class CompletionParser:
-    """Parses the completions of some prompts (``Completion.message``).
+    """Parses the completions of some prompts into messages (``Completion.message``).
 
     Args:
-        renderers: of each prompt.
-        asked: the caller wants messages. Otherwise they are parsed only if a grammar begins after
-            the reasoning.
+        renderers: the renderer of each prompt, or None for a prompt without one.
+        tool_choice: the tool choice of the call.
+        asked: whether the options of the call require messages. If False, completions are parsed
+            only if their grammar begins after the reasoning.
     """
 
     def __init__(
@@ -39,7 +40,7 @@ class CompletionParser:
     async def prepare(
         self, samplings: SamplingCache, prepared: Prepared, prompts: Sequence[bytes]
     ) -> Prepared:
-        """Return the sampling values of the prompts with the grammar of whole turns."""
+        """Return the sampling values of the prompts with a grammar for whole turns."""
         found = self._renderers
         made = await turn_grammar(samplings, prepared, self._tool_choice, found, prompts)
         if made is prepared and not self._asked:
@@ -47,7 +48,7 @@ class CompletionParser:
         return made
 
     async def parse(self, completions: Sequence[Completion]) -> None:
-        """Parse the completions, equally many for each prompt, in a thread."""
+        """Parse the completions in a thread. Each prompt must have the same number of them."""
         if not any(self._renderers):
             return
         await in_thread(self._parse, completions)
@@ -65,10 +66,10 @@ class EncodedPrompts(NamedTuple):
     """The prompts of one call of ``Client.generate`` or ``Client.stream``.
 
     Attributes:
-        several: a list of prompts was given.
-        prompts: the ids of each prompt, int32.
-        prepared: the sampling values, with the grammar of whole turns.
-        parser: parses the completions. None: they are not parsed.
+        several: whether a list of prompts was given.
+        prompts: the token ids of each prompt, int32 bytes.
+        prepared: the sampling values, with a grammar for whole turns.
+        parser: the parser of the completions, or None if they are not parsed.
     """
 
     several: bool
@@ -88,7 +89,7 @@ async def encode_call(
     """Encode the prompts of a call.
 
     Args:
-        prompt: text or messages, one prompt or a list.
+        prompt: one prompt or a list of prompts, each as text or messages.
 
     Raises:
         InvalidRequest: a prompt or an option is wrong.
@@ -117,18 +118,18 @@ async def _completion_parser(
     """Return the parser of completions.
 
     Args:
-        messages: one conversation, or a list, as for ``Client.generate``.
+        messages: one conversation or a list of conversations.
         prompts: the encoded conversations, int32 bytes.
 
     Raises:
-        InvalidRequest: as ``fitting_renderer``.
+        InvalidRequest: see ``fitting_renderer``.
     """
     _, conversations = check_messages(messages)
     name = options.renderer
 
     def find() -> list[Renderer | None]:
         if template.get("continue_final_message"):
-            # Renderers cannot write such a prompt, so it is not compared.
+            # Renderers cannot write a prompt with an unfinished message, so skip the comparison.
             return [find_renderer(name, box, template)] * len(prompts)
         return [
             fitting_renderer(name, box, template, conversation, np.frombuffer(ids, "<i4").tolist())

@@ -1,4 +1,4 @@
-"""Show texts in ``repr`` and notebooks, and tell what a terminal can show."""
+"""Show texts in ``repr`` and in notebooks, and detect terminals that can redraw a line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from html import escape
 from typing import Final, TextIO
 
 _PREVIEW: Final = 60
-"""Characters of a text in a ``repr``."""
+"""The maximum number of characters of a text in a ``repr``."""
 _STYLES: Final = {
     "prompt": "opacity: 0.6",
     "sampled": "background: rgba(64, 160, 255, 0.18)",
@@ -17,18 +17,18 @@ _STYLES: Final = {
 
 
 def preview(text: str) -> str:
-    """Return the ``repr`` of a text, cut to a line."""
+    """Return the ``repr`` of a text, which is shortened if it is long."""
     if len(text) > _PREVIEW:
         text = f"{text[: _PREVIEW - 3]}..."
     return repr(text)
 
 
 def html(title: str, parts: Iterable[tuple[str, str]]) -> str:
-    """Return HTML for a notebook.
+    """Return the HTML with which a notebook shows an object.
 
     Args:
         title: one line about the object.
-        parts: texts in order, each with its kind: "prompt", "sampled" or "observed".
+        parts: pairs of a kind ("prompt", "sampled" or "observed") and a text, in order.
     """
     spans = [f'<span style="{_STYLES[kind]}">{escape(text)}</span>' for kind, text in parts]
     return (
@@ -40,8 +40,8 @@ def html(title: str, parts: Iterable[tuple[str, str]]) -> str:
 def can_redraw(stream: TextIO | None) -> bool:
     """Return whether a stream is a terminal that can redraw a line.
 
-    Files, pipes, no stream at all, and terminals without cursor control give False. Such a terminal
-    has ``TERM=dumb``, for example in Emacs. Progress is printed there in lines.
+    Return False for files, pipes, None, and terminals without cursor control (``TERM=dumb``, for
+    example in Emacs). Callers print their progress in lines there.
     """
     if stream is None or not stream.isatty():
         return False

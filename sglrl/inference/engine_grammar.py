@@ -1,4 +1,4 @@
-"""The grammar that XGrammar gets for a given one: checked, with JSON schemas written as EBNF."""
+"""Check the grammars that callers give, and convert their JSON schemas to EBNF for XGrammar."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from .tokens import check_text
 
 
 def check_grammar(name: str, text: str) -> None:
-    """Raise ``InvalidRequest`` for a grammar that would crash an engine, or promise too much.
+    """Raise ``InvalidRequest`` for a grammar that would crash an engine or cannot be enforced.
 
     XGrammar crashes on some text that is not JSON, on JSON so deep that it overflows the stack, and
     on a NUL in a regular expression. A JSON schema may have only keywords that can be enforced.
-    The engine itself checks everything else.
+    Other errors in a grammar are detected by the engine.
     """
     if name in ("regex", "ebnf"):
         check_text(name, text)
@@ -40,8 +40,9 @@ def engine_grammar(name: str, text: str, spaces: bool = True) -> tuple[str, str]
     """Return the name and the text of the grammar for the engine.
 
     Args:
-        name: of the sampling parameter: "json_schema", "regex", "ebnf" or "structural_tag".
-        spaces: as for ``json_grammar``.
+        name: the sampling parameter: "json_schema", "regex", "ebnf" or "structural_tag".
+        text: the value of the parameter.
+        spaces: whether JSON may contain any white space, see ``json_grammar``.
 
     Raises:
         InvalidRequest: a JSON schema is wrong, or has a keyword that cannot be enforced.
@@ -55,7 +56,7 @@ def engine_grammar(name: str, text: str, spaces: bool = True) -> tuple[str, str]
 
 
 def newer_tag(tag: Any) -> Any:
-    """Return a structural tag with a "format". Older ones have "structures" and "triggers"."""
+    """Convert a structural tag of the older form ("structures", "triggers") to a "format"."""
     if not isinstance(tag, dict) or "format" in tag or "structures" not in tag:
         return tag
     try:
@@ -76,7 +77,7 @@ def newer_tag(tag: Any) -> Any:
 
 
 def _lowered(part: Any, spaces: bool) -> Any:
-    """Return a part of a structural tag whose JSON schemas are grammars."""
+    """Return a part of a structural tag with its JSON schemas converted to grammars."""
     if isinstance(part, list):
         return [_lowered(one, spaces) for one in part]
     if not isinstance(part, dict):

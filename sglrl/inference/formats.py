@@ -1,4 +1,7 @@
-"""Parts of structural tags (https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html)."""
+"""Build formats, the parts of XGrammar's structural tags.
+
+See https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,15 @@ def sequence(elements: list[Format]) -> Format:
 
 
 def optional(elements: list[Format]) -> list[Format]:
-    """Return formats that may be left out, all of them or none."""
+    """Return a format that allows the given formats in order, or nothing."""
     return [{"type": "optional", "content": sequence(elements)}] if elements else []
 
 
 def literal(text: str, tokens: Mapping[str, int]) -> list[Format]:
-    """Return the formats of a text.
+    """Return the formats of a text that may contain special tokens.
 
-    A parser finds calls by special tokens such as ``<tool_call>``, so the grammar does not allow
-    the same characters as other tokens.
+    A parser finds calls by special tokens such as ``<tool_call>``. So the format requires the
+    special token itself, and does not allow other tokens with the same characters.
     """
     longest_first = sorted(tokens, key=len, reverse=True)
     parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text) if tokens else [text]
@@ -37,7 +40,7 @@ def literal(text: str, tokens: Mapping[str, int]) -> list[Format]:
 
 
 def either(formats: list[Format]) -> Format:
-    """Return the format of one of several."""
+    """Return a format that allows any one of the given formats."""
     return formats[0] if len(formats) == 1 else {"type": "or", "elements": formats}
 
 

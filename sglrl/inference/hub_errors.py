@@ -1,4 +1,4 @@
-"""Explain in a few lines why a model could not be fetched from the hub."""
+"""Explain in a few lines why a model could not be fetched from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def unfetched(model: str, error: BaseException) -> str | None:
 
 
 def explanation(model: str, error: BaseException) -> str:
-    """Return the error and its causes, each message once, and advice for the user."""
+    """Return the messages of the error and its causes, each once, and advice for the user."""
     said: dict[str, str] = {}
     for cause in _causes(error):
         said.setdefault(str(cause).strip().partition("\n")[0], type(cause).__name__)

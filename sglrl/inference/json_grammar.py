@@ -1,10 +1,10 @@
 """Write a JSON schema as a grammar in XGrammar's EBNF.
 
-XGrammar's own conversion leaves out some keywords and gets others wrong: for ``minimum: 7`` it
-allows 2, for ``required`` it ignores names that ``properties`` lacks, and ``pattern`` lets control
-characters into the JSON. This conversion allows only valid values. It rejects a keyword that it
-cannot enforce. Objects are written as the schema lists their properties. An object with
-``properties`` has no others unless ``additionalProperties`` allows them.
+XGrammar's own conversion ignores some keywords and gets others wrong: for ``minimum: 7`` it allows
+2, for ``required`` it ignores names that ``properties`` lacks, and for ``pattern`` it allows
+control characters in the JSON. This conversion allows only valid values, and rejects a keyword that
+it cannot enforce. The properties of an object must be written in the order of the schema. An object
+with ``properties`` has no other properties unless ``additionalProperties`` allows them.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _MAX_RULES: Final = 20_000
 _HEX: Final = "[0-9a-fA-F]"
 _UNICODE: Final = f'"u" ([0-9a-cA-CefEF] {_HEX}{{3}} | [dD] [0-7] {_HEX}{{2}})'
 _ESCAPED: Final = f'["\\\\/bfnrt] | {_UNICODE}'
-"""What follows a backslash. Half of a surrogate pair is left out."""
+"""The characters that may follow a backslash. Escapes of surrogates are not allowed."""
 _FOLLOWS: Final = "(= [ \\n\\t]* [,}\\]:])"
-"""What may follow a string within JSON."""
+"""A look-ahead for the characters that may follow a string within JSON."""
 _LONGEST: Final = 64
-"""Maximum length of a text with JSON escapes. XGrammar compiles a rule for each character."""
+"""The largest length limit with which a text may have escapes: each character needs a rule."""
 _PLAIN: Final[Chars] = complement([(0, 31), (34, 34), (92, 92)])
-"""Characters that a JSON string holds as they are."""
+"""The characters that need no escape in a JSON string."""
 _SHORT: Final = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
 _DATE: Final = r"\d{4}-(0[1-9]|1[0-2])-(0[1-9]|1\d|2[0-8])"
 _TIME: Final = r"([01]\d|2[0-3]):[0-5]\d:[0-5]\d(\.\d{1,9})?(Z|[+-]([01]\d|2[0-3]):[0-5]\d)"
@@ -60,17 +60,17 @@ _FORMATS: Final = {
     "email": rf"^[a-zA-Z0-9_+-]+(\.[a-zA-Z0-9_+-]+)*@{_LABEL}(\.{_LABEL})+$",
     "uri": r"^[a-z][a-z0-9+.-]*://[a-zA-Z0-9._~:/?#@!$&*+,;=-]+$",
 }
-"""Formats of strings that are enforced, if there is no length and no pattern."""
+"""The values of ``format`` that are enforced for strings without a length and a pattern."""
 
 
 def json_grammar(schema: Any, *, spaces: bool = True, markers: Sequence[str] = ()) -> str:
     """Return the grammar of the JSON texts that are valid for a schema.
 
     Args:
-        schema: decoded.
-        spaces: any white space is allowed between the parts of the JSON. Otherwise there is one
-            space after each comma and colon.
-        markers: texts that the JSON must not contain, because they end a call of a tool.
+        schema: the decoded schema.
+        spaces: whether any white space is allowed between the parts of the JSON. If False, there is
+            exactly one space after each comma and colon.
+        markers: texts that the JSON must not contain, because they would end a tool call.
 
     Raises:
         InvalidRequest: the schema is wrong, or has a keyword that cannot be enforced. The error
@@ -82,7 +82,7 @@ def json_grammar(schema: Any, *, spaces: bool = True, markers: Sequence[str] = (
 
 
 class JsonGrammar:
-    """The rules of a grammar. See ``json_grammar``."""
+    """Collects the rules of one grammar. See ``json_grammar`` for the arguments."""
 
     def __init__(self, root: Any, *, spaces: bool = True, markers: Sequence[str] = ()) -> None:
         self.forms = Forms(root)
@@ -98,17 +98,17 @@ class JsonGrammar:
         self._markers = tuple(markers)
         self._heads = sorted({ord(marker[0]) for marker in markers})
         self._raw = intersection(_PLAIN, complement([(head, head) for head in self._heads]))
-        """Characters that strings hold as they are wherever they are."""
+        """The characters that need no escape and cannot begin a marker."""
         self._any = ""
-        """The rule for any text and its closing quote. It is made at its first use."""
+        """The name of the rule for any text and its closing quote, or "" before its first use."""
 
     def text(self, root: str) -> str:
-        """Return the grammar of an expression."""
+        """Return the text of the grammar with ``root`` as the expression of its root rule."""
         rules = [f"root ::= {root}", *(f"{name} ::= {body}" for name, body in self._rules.items())]
         return "\n".join(rules) + "\n"
 
     def rule(self, body: str) -> str:
-        """Return the name of a rule."""
+        """Add a rule with this body, and return its name."""
         self._made += 1
         name = f"r{self._made}"
         if self._made > _MAX_RULES:
@@ -120,7 +120,7 @@ class JsonGrammar:
         """Return the expression of a schema.
 
         Raises:
-            InvalidRequest: as ``json_grammar``, or no value is valid.
+            InvalidRequest: the schema is wrong or cannot be enforced, or no value is valid.
         """
         try:
             expression = self.value(schema, "")
@@ -133,11 +133,11 @@ class JsonGrammar:
         return expression
 
     def value(self, schema: Any, path: str) -> str | None:
-        """Return the expression of the values of a schema. None: there are none."""
+        """Return the expression of the valid values of a schema, or None if no value is valid."""
         key = json.dumps(schema, sort_keys=True, default=str)
         if key in self._names:
             return self._names[key]
-        # A schema may refer to itself.
+        # Store the name before the body is made, because a schema may refer to itself.
         name = self._names[key] = self.rule("")
         parts = [self.form(form, path) for form in self.forms.alternatives(schema, path)]
         body = one_of(part for part in parts if part is not None)
@@ -149,7 +149,7 @@ class JsonGrammar:
         return name
 
     def form(self, form: Form, path: str) -> str | None:
-        """Return the expression of the values of a form."""
+        """Return the expression of the valid values of a form, or None if no value is valid."""
         if "enum" in form:
             values = [one for one in form["enum"] if valid(form, one, self.root)]
             return one_of(self.literal(one) for one in values)
@@ -181,14 +181,14 @@ class JsonGrammar:
         return self._object(form, path)
 
     # --- strings ----------------------------------------------------------------------------------
-    # XGrammar compiles masks of tokens for each rule. They are complete only if a rule goes on to
-    # the quote that ends the string, character after character, and states what may follow.
-    # Otherwise each token of the vocabulary is checked again at each step, which takes 100 ms.
+    # XGrammar compiles token masks for each rule. A mask is complete only if the rule continues,
+    # character by character, to the quote that ends the string, and states what may follow it.
+    # With incomplete masks, all tokens are checked again at each step, which takes 100 ms.
 
     def char(self, chars: Chars) -> str:
         """Return the expression of one character of a set within a JSON string.
 
-        Characters that JSON escapes are written only if the set has no others.
+        Characters that must be escaped are allowed only if the set has no other characters.
         """
         if raw := intersection(chars, self._raw):
             return class_expression(raw)
@@ -209,7 +209,7 @@ class JsonGrammar:
         return f'"\\"" {self._any_text()}' if body is None else f'"\\"" {body} "\\""'
 
     def _counted(self, low: int, high: int | None) -> str:
-        """Return a rule for a text of limited length and its closing quote."""
+        """Return the rule for a text of ``low`` to ``high`` characters and its closing quote."""
         after = self._any_text() if high is None else self._text_rule('"\\""')
         for at in reversed(range(low if high is None else high)):
             end = '"\\"" | ' if at >= low else ""
@@ -232,7 +232,7 @@ class JsonGrammar:
         self._any = name = self.rule("")
         body = f'"\\"" | {class_expression(self._raw)} {name} | "\\\\" {self._escape()} {name}'
         if len(self._heads) == 1:
-            # The head of a marker may stand before a character that no marker goes on with.
+            # Allow the first character of a marker if no marker continues with the next character.
             (head,) = self._heads
             one, after = quoted(chr(head)), self.rule("")
             seconds = [(ord(marker[1]), ord(marker[1])) for marker in self._markers if marker[1:]]
@@ -253,7 +253,7 @@ class JsonGrammar:
             known = known[: known.index(None)]
             high = len(known) if high is None else min(high, len(known))
         rest: str | None = None
-        # An array with prefixItems has no others unless ``items`` allows them.
+        # An array with ``prefixItems`` has no further items unless ``items`` allows them.
         if "items" in form or not first:
             rest = self.value(form.get("items", True), f"{path}/items")
         if rest is None:
@@ -299,7 +299,7 @@ class JsonGrammar:
         known: dict[tuple[int, int], str | None] = {}
 
         def after(at: int, count: int) -> str | None:
-            """Return the expression of the members from one on, behind ``count`` others."""
+            """Return the expression of the members from index ``at`` on, after ``count`` others."""
             count = count if counts else min(count, 1)
             if (at, count) not in known:
                 body = self._after(members, extra, at, count, (low, high), after)
@@ -340,9 +340,10 @@ class JsonGrammar:
     def _members(
         self, form: Form, path: str
     ) -> tuple[list[tuple[str, str, bool]], str | None] | None:
-        """Return key, value and need of each declared property, and other members.
+        """Return the declared properties, and the expression of a member that is not declared.
 
-        None: no object is valid.
+        Each property is a tuple of the expressions of its name and its value, and whether it is
+        required. The result is None if no object is valid.
         """
         properties = dict(form.get("properties", {}))
         patterns = form.get("patternProperties", {})
@@ -350,7 +351,7 @@ class JsonGrammar:
         required = form.get("required", [])
         names = form.get("propertyNames", True)
         for name in required:
-            # A required name that is not declared may have any value that the others may have.
+            # A required name that is not declared may have the values of undeclared members.
             matching = [part for pattern, part in patterns.items() if re.search(pattern, name)]
             given = form.get("additionalProperties", True)
             properties.setdefault(name, {"allOf": matching} if matching else given)
@@ -379,7 +380,7 @@ class JsonGrammar:
         patterns: Mapping[str, Any],
         additional: Any,
     ) -> str | None:
-        """Return the expression of a member that is not declared. None: there are none."""
+        """Return the expression of a member that is not declared, or None if none is allowed."""
         names = form.get("propertyNames", True)
         if patterns:
             if additional is not False and additional is not True:
@@ -406,17 +407,17 @@ class JsonGrammar:
         return None if key is None else f"{key} {self._colon} {value}"
 
     def _other_text(self, names: Iterable[str]) -> str:
-        """Return the rule of text that is none of some names, and the quote behind it."""
+        """Return the rule for a text that is not one of the names, and its closing quote."""
         names = [*names]
         if not names:
             return self._any_text()
-        # An escape could write a declared name, so other names have none.
+        # An escape could write a declared name in another form, so other names have no escapes.
         rest = self.rule("")
         raw = class_expression(self._raw)
         self._rules[rest] = f'("\\"" | {raw} {rest}) {_FOLLOWS}'
 
         def without(suffixes: list[str]) -> str:
-            """Return the rule of text that is none of the suffixes."""
+            """Return the rule for a text that is not one of the suffixes, and its closing quote."""
             parts = [] if "" in suffixes else ['"\\""']
             heads = sorted({suffix[0] for suffix in suffixes if suffix})
             for head in heads:
@@ -433,26 +434,27 @@ class JsonGrammar:
 
 
 def types_of(form: Form) -> list[str]:
-    """Return the types of a form's values: "number" includes "integer"."""
+    """Return the types of a form's values, without "integer" if "number" is among them."""
     types = form.get("type", TYPES)
     return [one for one in TYPES if one in types and (one != "integer" or "number" not in types)]
 
 
 def number_expression(range_: Range, kind: str) -> str | None:
-    """Return the expression of the numbers of a range."""
+    """Return the expression of the numbers in a range, or None if there are none."""
     if not range_.bounded:
         return INTEGER if kind == "integer" else NUMBER
     return integers(range_) if kind == "integer" else decimals(range_)
 
 
 def text_expression(form: Form, path: str, char: Any) -> str | None:
-    """Return the expression of the text of strings. None: any text.
+    """Return the expression of the texts that a form allows, or None if it allows any text.
 
     Args:
-        char: writes one character of a set.
+        path: the place of the form in the schema, for errors.
+        char: returns the expression of one character of a set.
 
     Raises:
-        InvalidRequest: the pattern has no grammar, or a length is given too.
+        InvalidRequest: the pattern cannot be enforced, alone or together with a length.
     """
     low, high = form.get("minLength", 0), form.get("maxLength")
     pattern = form.get("pattern")

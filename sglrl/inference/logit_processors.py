@@ -1,4 +1,4 @@
-"""Names and parameters of custom logit processors. The classes are imported in the workers only."""
+"""Check the names and parameters of logit processors, whose classes only the workers import."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from ..errors import InvalidRequest
 from .tokens import check_text
 
 REQUEST_PARAM: Final = "__req__"
-"""SGLang adds the request itself to the parameters, under this name."""
+"""The name under which SGLang adds the request itself to the parameters."""
 _DEPTH: Final = 32
-"""Maximum nesting of lists and dicts in the parameters."""
+"""The maximum nesting of lists and dicts in the parameters."""
 _SHAPE: Final = "a dict of JSON values (None, bool, int, float, str, lists, dicts with text keys)"
 
 
@@ -53,10 +53,11 @@ def check_declared(name: str | None, declared: Collection[str]) -> None:
     """Check that the engine has the logit processor of a request.
 
     Args:
-        name: None or "": the request has none.
+        name: the name of the processor, or None or "" if the request has none.
+        declared: the processors with which the engine was launched.
 
     Raises:
-        InvalidRequest: the engine was launched without it.
+        InvalidRequest: the engine was launched without the processor.
     """
     if name and name not in declared:
         known = ", ".join(declared) or "none"

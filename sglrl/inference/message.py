@@ -1,4 +1,4 @@
-"""What an assistant's turn says: text, reasoning, and calls of tools."""
+"""The parsed message of an assistant's turn: content, reasoning and tool calls."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import msgspec
 
 
 class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
-    """One call of a tool, as the model wrote it.
+    """One tool call that the model has written.
 
     Attributes:
-        id: names this call in the message with its result (``tool_call_id``).
-        name: of the tool; "" if the model wrote none.
-        arguments: the parsed arguments; None if there is an ``error``.
-        raw: the text of the call.
-        error: why it is no valid call, or "".
+        id: the id of the call. The message with its result has the same ``tool_call_id``.
+        name: the name of the tool, or "" if the model wrote none.
+        arguments: the parsed arguments, or None if there is an ``error``.
+        raw: the text of the call as the model wrote it.
+        error: the reason why the call is not valid, or "".
     """
 
     id: str
@@ -29,11 +29,11 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
     """A message of the assistant, parsed from the sampled tokens.
 
     Attributes:
-        content: the text, without reasoning and calls.
-        reasoning_content: the reasoning; None if there is none.
-        tool_calls: all calls in order, also those with an ``error``.
-        raw_content: with a malformed call: the content and the text of malformed calls, as it was
-            sampled. Otherwise "".
+        content: the text without reasoning and tool calls.
+        reasoning_content: the reasoning, or None if there is none.
+        tool_calls: all calls in order, including calls with an ``error``.
+        raw_content: the sampled text of the content and of calls with an ``error``, or "" if there
+            is no such call.
     """
 
     content: str
@@ -46,9 +46,10 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
         return "assistant"
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the message for a chat template, and for the next request.
+        """Return the message as a dict, for a chat template or for the next request.
 
-        Calls with an error are text of the content, because templates have no place for them.
+        Calls with an error become a part of the content, because templates cannot write them as
+        calls.
         """
         wrong = "".join(call.raw for call in self.tool_calls if call.error)
         content = self.raw_content or self.content + wrong

@@ -1,4 +1,4 @@
-"""Check numbers that users give. A wrong one raises ``InvalidRequest``."""
+"""Check numbers that users give. A wrong number raises ``InvalidRequest``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def check_integer(name: str, value: Any, low: int, high: float = (1 << 31) - 1) 
 
 
 def max_top_logprobs(vocab_size: int) -> int:
-    """Return the largest allowed ``top_logprobs``, and number of ids of ``token_ids_logprob``."""
+    """Return the maximum of ``top_logprobs``, and of the length of ``token_ids_logprob``."""
     return min(1000, vocab_size)
 
 
@@ -47,7 +47,7 @@ def check_token_ids(name: str, value: Any) -> None:
 
 
 def _float32(number: float) -> float:
-    """Return a number as engines compute with it: 1e39 is infinite and 1e-46 is 0."""
+    """Round a number to float32, as engines do: 1e39 becomes infinite, and 1e-46 becomes 0."""
     try:
         (narrow,) = _FLOAT32.unpack(_FLOAT32.pack(number))
     except OverflowError:

@@ -1,4 +1,4 @@
-"""The decimal numbers of a range, as expressions of XGrammar's EBNF."""
+"""Write the decimal numbers of a range as expressions of XGrammar's EBNF."""
 
 from __future__ import annotations
 
@@ -7,13 +7,18 @@ from typing import Any, Final, NamedTuple
 
 INTEGER: Final = '("-"? ("0" | [1-9] [0-9]*))'
 NUMBER: Final = '("-"? ("0" | [1-9] [0-9]{0,99}) ("." [0-9]+)? ([eE] [+-]? [0-9]{1,2})?)'
-"""Any number that is finite as a float."""
+"""The expression of any number that is finite as a float."""
 _DIGITS: Final = 15
-"""Significant decimal digits that a float keeps."""
+"""The number of significant decimal digits that a float keeps."""
 
 
 class Range(NamedTuple):
-    """A range of numbers. None: without an end. ``open_*``: without the end itself."""
+    """A range of numbers.
+
+    Attributes:
+        low, high: the ends of the range, or None if the range has no such end.
+        open_low, open_high: whether the end itself is outside the range.
+    """
 
     low: Decimal | None = None
     high: Decimal | None = None
@@ -26,7 +31,7 @@ class Range(NamedTuple):
 
 
 def range_of(schema: dict[str, Any]) -> Range:
-    """Return the range of a schema: ``minimum``, ``exclusiveMinimum`` and so on."""
+    """Return the range that ``minimum``, ``exclusiveMinimum`` and so on of a schema describe."""
     low, open_low = _strictest(schema, "minimum", "exclusiveMinimum", 1)
     high, open_high = _strictest(schema, "maximum", "exclusiveMaximum", -1)
     return Range(low, high, open_low, open_high)
@@ -46,7 +51,7 @@ def _decimal(value: Any) -> Decimal:
 
 
 def integers(range_: Range) -> str | None:
-    """Return the integers of a range. None: there are none."""
+    """Return the expression of the integers in a range, or None if there are none."""
     low, high, open_low, open_high = range_
     first = None if low is None else int(low.to_integral_value(ROUND_CEILING))
     last = None if high is None else int(high.to_integral_value(ROUND_FLOOR))
@@ -67,7 +72,7 @@ def integers(range_: Range) -> str | None:
 
 
 def _naturals(low: int, high: int | None) -> str:
-    """Return the integers from ``low``, which is not negative, to ``high``."""
+    """Return the expression of the integers from ``low`` to ``high``, which are not negative."""
     low_digits = str(low)
     if high is None:
         more = f"[1-9] [0-9]{{{len(low_digits)},}}"
@@ -84,7 +89,7 @@ def _naturals(low: int, high: int | None) -> str:
 
 
 def _same_length(low: str, high: str) -> str:
-    """Return the digits between two numbers with equally many digits."""
+    """Return the expression of the numbers between two numbers with the same count of digits."""
     if not low:
         return '""'
     if low[0] == high[0]:
@@ -104,7 +109,7 @@ def _repeat(count: int) -> str:
 
 
 def decimals(range_: Range) -> str | None:
-    """Return the numbers of a range, without exponents. None: there are none."""
+    """Return the expression of the numbers in a range, without exponents, or None if none."""
     low, high, open_low, open_high = range_
     parts = []
     zero = Decimal(0)
@@ -125,7 +130,7 @@ def decimals(range_: Range) -> str | None:
 
 
 def _magnitudes(low: Decimal, high: Decimal | None, open_low: bool, open_high: bool) -> str | None:
-    """Return the numbers between two that are not negative."""
+    """Return the expression of the numbers between two numbers that are not negative, or None."""
     if high is not None and (low > high or (low == high and (open_low or open_high))):
         return None
     whole, digits = _split(low)
@@ -136,7 +141,7 @@ def _magnitudes(low: Decimal, high: Decimal | None, open_low: bool, open_high: b
         parts.append(f"{_naturals(whole + 1, None)} {_any_fraction(_DIGITS)}")
         return f"({' | '.join(part for part in parts if part)})"
     last, end = _split(high)
-    # Rounding to a float may only reach an end that is not open.
+    # Digits that are rounded away may make a number equal to its end, so an open end needs a limit.
     spare = _spare(last) if open_high else _DIGITS
     if whole == last:
         fraction = _between(digits, end, open_low, open_high, _spare(last))
@@ -144,20 +149,20 @@ def _magnitudes(low: Decimal, high: Decimal | None, open_low: bool, open_high: b
     parts = [_with_fraction(whole, _at_least(digits, open_low, _spare(whole)), digits, open_low)]
     if last - whole > 1:
         parts.append(f"{_naturals(whole + 1, last - 1)} {_any_fraction(spare)}")
-    # The number without a fraction is below the end unless it is the open end itself.
+    # The number without a fraction is in the range, unless it is the open end itself.
     excluded = open_high and not end
     parts.append(_with_fraction(last, _at_most(end, open_high, spare), "", excluded))
     return f"({' | '.join(part for part in parts if part)})"
 
 
 def _split(value: Decimal) -> tuple[int, str]:
-    """Return the whole part of a number, and the digits of its fraction without zeros behind."""
+    """Return the whole part of a number, and the digits of its fraction without trailing zeros."""
     whole, _, fraction = format(value, "f").partition(".")
     return int(whole), fraction.rstrip("0")
 
 
 def _spare(whole: int) -> int:
-    """Return how many digits a fraction may have, so that rounding changes no comparison."""
+    """Return how many digits a fraction may have without being rounded as a float."""
     return max(1, _DIGITS - len(str(whole)))
 
 
@@ -166,7 +171,12 @@ def _any_fraction(spare: int) -> str:
 
 
 def _with_fraction(whole: int, fraction: str | None, low: str, excluded: bool) -> str | None:
-    """Return a whole part with a fraction, or without one if that is not below the range."""
+    """Return the expression of a whole part with a fraction, which is optional if allowed.
+
+    Args:
+        low: the digits of the smallest fraction. If there are any, a fraction is required.
+        excluded: whether the number without a fraction is outside the range.
+    """
     without = not low and not excluded
     if fraction is None:
         return f'"{whole}"' if without else None
@@ -178,11 +188,11 @@ def _more(spare: int, digits: int) -> str:
 
 
 def _at_least(low: str, strict: bool, spare: int, depth: int = 0) -> str | None:
-    """Return the digits, at least one, of fractions of at least ``low``."""
+    """Return the expression of the digits, at least one, of fractions of at least ``low``."""
     if not low:
         if not strict:
             return f"[0-9]{{{0 if depth else 1},{max(1, spare - depth)}}}"
-        # Some digit is not 0.
+        # The fraction must be more than 0, so one of its digits is not 0.
         return f'"0"{{0,{max(0, spare - depth - 1)}}} [1-9] {_more(spare, depth + 1)}'
     parts = []
     if low[0] != "9":
@@ -192,7 +202,7 @@ def _at_least(low: str, strict: bool, spare: int, depth: int = 0) -> str | None:
 
 
 def _at_most(high: str, strict: bool, spare: int, depth: int = 0) -> str | None:
-    """Return the digits, at least one, of fractions of at most ``high``. None: there are none."""
+    """Return the expression of the digits of fractions of at most ``high``, or None if none."""
     if not high:
         if strict:
             return None
@@ -202,7 +212,7 @@ def _at_most(high: str, strict: bool, spare: int, depth: int = 0) -> str | None:
         parts.append(f"[0-{int(high[0]) - 1}] {_more(spare, depth + 1)}")
     rest = _at_most(high[1:], strict, spare, depth + 1)
     if rest is not None:
-        # A fraction that ends here is below the end if other digits follow in the end.
+        # A fraction may stop after this digit if ``high`` has more digits, because it is smaller.
         parts.append(f'"{high[0]}" ({rest}){"?" if high[1:] else ""}')
     return f"({' | '.join(parts)})" if parts else None
 
@@ -210,11 +220,11 @@ def _at_most(high: str, strict: bool, spare: int, depth: int = 0) -> str | None:
 def _between(
     low: str, high: str, open_low: bool, open_high: bool, spare: int, depth: int = 0
 ) -> str | None:
-    """Return the digits, at least one, of fractions between two. None: there are none."""
+    """Return the expression of the digits of fractions between two fractions, or None if none."""
     if not low and not open_low:
         return _at_most(high, open_high, spare, depth)
     if not high:
-        # Only the low end itself is left, which has no other digits.
+        # The high end has no more digits, so only a fraction equal to both ends is left.
         return None if low or open_low or open_high else _at_most("", False, spare, depth)
     begin = low[:1] or "0"
     if begin == high[0]:

@@ -1,4 +1,4 @@
-"""The options of calls: as keyword arguments for editors, and checked, as one struct."""
+"""The options of calls, as types of keyword arguments and as checked structs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tool_schemas import checked_tools
 
 
 class MessageKeywords(TypedDict, total=False):
-    """The keyword arguments that decide how messages are rendered and parsed."""
+    """The keyword arguments that control how messages are rendered and parsed."""
 
     tools: Sequence[Any] | None
     template: Mapping[str, Any] | None
@@ -25,7 +25,7 @@ class MessageKeywords(TypedDict, total=False):
 
 
 class RenderOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """How messages become tokens, and tokens messages: the struct of ``MessageKeywords``."""
+    """The values of ``MessageKeywords``, with which messages are rendered and parsed."""
 
     tools: Sequence[Any] | None = None
     template: Mapping[str, Any] | None = None
@@ -38,10 +38,10 @@ class RenderOptions(msgspec.Struct, frozen=True, kw_only=True):
         """Return the arguments of the chat template. See ``Client.generate``.
 
         Args:
-            messages: None: there are none to render.
+            messages: the messages to render, or None if there are none.
 
         Raises:
-            InvalidRequest: an argument is wrong, or there are no messages to render.
+            InvalidRequest: an argument is wrong, or is given without messages.
         """
         if self.template and self.chat_template_kwargs:
             raise InvalidRequest("template and chat_template_kwargs are the same: give one of them")
@@ -56,7 +56,7 @@ class RenderOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallKeywords(TypedDict, total=False):
-    """The keyword arguments of every call that takes tokens. See ``Client.generate``."""
+    """The keyword arguments that all calls of an engine have. See ``Client.generate``."""
 
     priority: int
     timeout: float | None
@@ -65,14 +65,14 @@ class CallKeywords(TypedDict, total=False):
 
 
 class CallOptions(msgspec.Struct, frozen=True, gc=False):
-    """The options of a call, after their checks. ``Requests.options`` makes them.
+    """The checked options of a call. ``Requests.options`` makes them.
 
     Attributes:
-        logprobs: the logprobs of the tokens are wanted.
-        top: the number of likeliest tokens that are wanted at each position.
-        session: turns with the same name go to the worker that holds their prefix.
-        deadline: on the driver's clock. None: no limit.
-        worker: use only this worker.
+        logprobs: whether to return the logprobs of the tokens.
+        top: the number of most likely tokens to return at each position.
+        session: a name, or None. Calls with the same name go to the worker that holds their prefix.
+        deadline: the time limit on the driver's clock. None: no limit.
+        worker: the index of the only worker that may run the call. None: any worker.
         lora: the name of an adapter, or "".
     """
 
@@ -99,5 +99,5 @@ class MessageOptions(GenerateOptions, MessageKeywords, total=False):
 
 
 CALL: Final = frozenset((*CallKeywords.__annotations__, "logprobs", "top_logprobs", "session"))
-"""The arguments of ``Requests.options``."""
+"""The names of the arguments of ``Requests.options``."""
 MESSAGE: Final = frozenset(MessageKeywords.__annotations__)

@@ -1,8 +1,9 @@
-"""Expressions of XGrammar's EBNF: texts, and what a JSON schema's ``pattern`` matches.
+"""Convert a JSON schema's ``pattern`` to an expression of XGrammar's EBNF.
 
-XGrammar copies a pattern between the quotes of a JSON string, so that quotes, backslashes and
-control characters break the JSON. Here each character is written as JSON requires. Where the
-dialects of Python and ECMA differ, only text that both match is allowed.
+XGrammar's own conversion copies a pattern between the quotes of a JSON string, so that quotes,
+backslashes and control characters break the JSON. This conversion writes each character as JSON
+requires. Where the regular expressions of Python and ECMA differ, only text that both match is
+allowed.
 """
 
 from __future__ import annotations
@@ -16,30 +17,30 @@ from re import _parser  # type: ignore[attr-defined]
 from typing import Any, Final, TypeAlias
 
 Chars: TypeAlias = list[tuple[int, int]]
-"""Sorted ranges of code points, both ends included."""
+"""A set of characters, as sorted ranges of code points that include both ends."""
 Writer: TypeAlias = Callable[[Chars], str]
-"""Returns the expression of one character of a set."""
+"""A function that returns the expression of one character of a set."""
 
 ALL: Final[Chars] = [(0, 0xD7FF), (0xE000, 0x10FFFF)]
-"""All characters: code points without surrogates."""
+"""The set of all characters: all code points except surrogates."""
 _SPACES: Final[Chars] = [(9, 13), (32, 32)]
 _DIGITS: Final[Chars] = [(48, 57)]
 _WORD: Final[Chars] = [(48, 57), (65, 90), (95, 95), (97, 122)]
 _LINE_ENDS: Final[Chars] = [(10, 10), (13, 13), (0x2028, 0x2029)]
 _SIZES: Final[Chars] = [(0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, 0x10FFFF)]
-"""Characters with 1, 2, 3 and 4 bytes in UTF-8."""
+"""The ranges of characters with 1, 2, 3 and 4 bytes in UTF-8."""
 _MOST: Final = 1 << 16
 
 
 class UnsupportedPattern(ValueError):
-    """A part of a regular expression has no grammar."""
+    """A regular expression, or a part of it, cannot be written as a grammar."""
 
 
 def pattern_expression(pattern: str, write: Writer) -> str:
     """Return the expression of the texts in which a pattern is found.
 
     Args:
-        write: writes one character.
+        write: returns the expression of one character of a set.
 
     Raises:
         UnsupportedPattern: the pattern is wrong, or has look-around, back-references, or an anchor
@@ -55,7 +56,7 @@ def pattern_expression(pattern: str, write: Writer) -> str:
 
 
 def simple_pattern(pattern: str) -> tuple[Chars, int, int | None] | None:
-    """Return the characters and the lengths of ``^[...]{a,b}$``. None: another pattern."""
+    """Return the characters and the lengths of a pattern ``^[...]{a,b}$``, or None for others."""
     try:
         parsed = [*_parser.parse(_python(pattern))]
         if len(parsed) == 3 and _anchors(parsed[0], parsed[2]) and parsed[1][0] in _REPEATS:
@@ -68,7 +69,7 @@ def simple_pattern(pattern: str) -> tuple[Chars, int, int | None] | None:
 
 
 def pattern_width(pattern: str) -> tuple[int, int | None] | None:
-    """Return the shortest and longest text that an anchored pattern matches. None: unknown."""
+    """Return the shortest and longest length that a pattern matches, or None if not anchored."""
     try:
         parsed = _parser.parse(_python(pattern))
     except (re.error, OverflowError, RecursionError):
@@ -84,11 +85,11 @@ _REPEATS: Final = (op.MAX_REPEAT, op.MIN_REPEAT)
 
 
 def _python(pattern: str) -> str:
-    """Return an ECMA pattern as Python writes it."""
+    """Return an ECMA pattern in the syntax of Python."""
     pattern = re.sub(r"\(\?<(?=[A-Za-z_])", "(?P<", pattern)
     pattern = re.sub(r"\\u\{([0-9a-fA-F]+)\}", lambda m: f"\\U{int(m[1], 16):08x}", pattern)
     pattern = re.sub(r"\\c([A-Za-z])", lambda m: f"\\x{ord(m[1]) % 32:02x}", pattern)
-    # ECMA allows to escape a slash, and reads [^] and [] as Python does not.
+    # ECMA allows an escaped slash.
     return pattern.replace("\\/", "/")
 
 
@@ -148,7 +149,7 @@ def _any(parts: Iterator[str]) -> str:
 
 
 def _chars(item: Any) -> Chars:
-    """Return the characters that one item matches."""
+    """Return the set of characters that one item of a parsed pattern matches."""
     code, value = item
     if code is op.LITERAL:
         return intersection([(value, value)], ALL)
@@ -173,10 +174,11 @@ def _chars(item: Any) -> Chars:
 
 
 def _category(name: Any, wide: bool) -> Chars:
-    """Return the characters of ``\\d`` and so on.
+    """Return the characters of a category such as ``\\d``.
 
     Args:
-        wide: all that Python or ECMA has, instead of those that both have.
+        wide: whether to return the characters that Python or ECMA counts to the category. If False,
+            return only characters that both count to it.
     """
     known = {
         op.CATEGORY_DIGIT: (_DIGITS, "isdecimal", False),
@@ -194,7 +196,7 @@ def _category(name: Any, wide: bool) -> Chars:
 
 @lru_cache(None)
 def _unicode(test: str) -> tuple[tuple[int, int], ...]:
-    """Return the characters of a category in Python or ECMA."""
+    """Return the characters of a category in Python or ECMA, as tested by a method of ``str``."""
     more = {0xFEFF} if test == "isspace" else set()
     codes = [
         code for code in range(sys.maxunicode + 1) if code in more or getattr(chr(code), test)()
@@ -203,7 +205,7 @@ def _unicode(test: str) -> tuple[tuple[int, int], ...]:
 
 
 def merged(chars: Chars) -> Chars:
-    """Return sorted ranges that do not touch."""
+    """Return the same set of characters as sorted ranges that do not touch."""
     ranges: Chars = []
     for low, high in sorted(chars):
         if ranges and low <= ranges[-1][1] + 1:
@@ -214,7 +216,7 @@ def merged(chars: Chars) -> Chars:
 
 
 def complement(chars: Chars) -> Chars:
-    """Return the other characters."""
+    """Return all characters that are not in the set."""
     gaps, begin = [], 0
     for low, high in merged(chars):
         if begin < low:
@@ -225,15 +227,15 @@ def complement(chars: Chars) -> Chars:
 
 
 def intersection(first: Chars, second: Chars) -> Chars:
-    """Return the characters of both."""
+    """Return the characters that are in both sets."""
     pairs = [(max(a, c), min(b, d)) for a, b in merged(first) for c, d in merged(second)]
     return [(low, high) for low, high in pairs if low <= high]
 
 
 def class_expression(chars: Chars) -> str:
-    """Return the class of some characters, which are written as they are.
+    """Return the expression of one character of a set, which is written without a JSON escape.
 
-    XGrammar (0.2.1) reads only ranges right in which each byte of UTF-8 has a range of its own.
+    XGrammar (0.2.1) handles a range correctly only if each byte of UTF-8 has a range of its own.
     """
     ranges = [
         pair
@@ -247,7 +249,7 @@ def class_expression(chars: Chars) -> str:
 
 
 def _aligned(low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Split a range of characters whose bytes are equally many."""
+    """Split a range of characters, all with the same number of bytes, as XGrammar requires."""
     for count in (1, 2, 3) if high > 0x7F else ():
         mask = (1 << 6 * count) - 1
         if low & ~mask != high & ~mask:
@@ -272,12 +274,15 @@ def quoted(text: str) -> str:
 
 
 def times(low: int, high: int | None) -> str:
-    """Return the suffix of an expression that is repeated. None: any number of times."""
+    """Return the suffix for an expression that is repeated ``low`` to ``high`` times.
+
+    If ``high`` is None, there is no upper limit.
+    """
     return "*" if (low, high) == (0, None) else f"{{{low},{'' if high is None else high}}}"
 
 
 def one_of(parts: Iterable[str]) -> str | None:
-    """Return the expression of one of several expressions. None: there are none."""
+    """Return an expression that allows any one of the given ones, or None if none are given."""
     different = list(dict.fromkeys(parts))
     if not different:
         return None

@@ -1,4 +1,4 @@
-"""Convert prompts to checked token ids, int32.
+"""Check prompts and convert them to token ids, int32.
 
 The caller gives one prompt or several, as token ids, texts or messages.
 """
@@ -20,9 +20,9 @@ Message = Mapping[str, Any]
 
 
 def as_messages(prompt: Any, messages: Any) -> tuple[Any, Any]:
-    """Return the prompt and the messages. Messages given as the prompt become messages.
+    """Return the prompt and the messages. If the prompt is messages, return it as the messages.
 
-    The first argument of ``generate`` is the prompt, and many give it a conversation.
+    The first argument of ``generate`` is the prompt, and many callers pass a conversation there.
     """
     if messages is None and isinstance(prompt, (list, tuple)) and prompt:
         first = prompt[0]
@@ -44,14 +44,14 @@ async def encode_prompts(
     """Encode one prompt or a list of prompts.
 
     Args:
-        template: see ``TokenizerBox.render``.
+        template: the arguments of the chat template, see ``TokenizerBox.render``.
 
     Returns:
-        Whether a list was given, and the ids of each prompt.
+        Whether a list of prompts was given, and the token ids of each prompt.
 
     Raises:
         InvalidRequest: not exactly one of ``prompt``, ``input_ids`` and ``messages`` is given, or
-            the given one is wrong.
+            its value is wrong.
     """
     given = [
         name
@@ -87,7 +87,7 @@ async def encode_prompts(
             raise InvalidRequest("the prompt is empty; at least one token is needed")
         work = box.encode_texts
     await load_tokenizer(box)
-    # Run the tokenizer, which is native code, in a thread: it must not block the event loop.
+    # Run the tokenizer in a thread, so that it does not block the event loop.
     encoded = await in_thread(work, inputs)
     return several, [check_ids(ids, vocab_size) for ids in encoded]
 
@@ -107,10 +107,11 @@ async def load_tokenizer(box: TokenizerBox) -> None:
 
 
 def check_given_ids(input_ids: Any, vocab_size: int) -> tuple[bool, list[bytes]]:
-    """Check token ids. Return whether a list was given, and the ids of each prompt."""
+    """Check token ids. Return whether a list of prompts was given, and the ids of each prompt."""
     if isinstance(input_ids, (list, tuple)):
         first: Any = input_ids[0] if input_ids else 0
-        # Arrays and tensors have __index__ too, so also test ndim. A float counts as a (wrong) id.
+        # Arrays and tensors have __index__ too, so also test ndim. Treat a float as a token id, so
+        # that ``check_ids`` raises the error for it.
         one = hasattr(first, "__index__") or isinstance(first, Real)
         if getattr(first, "ndim", 0) or not one:
             return True, [check_ids(ids, vocab_size) for ids in input_ids]
@@ -180,7 +181,7 @@ def check_conversation(messages: Sequence[Any], name: str = "messages") -> list[
 
 
 def _text_of(parts: Sequence[Any], name: str) -> str:
-    """The texts of OpenAI's content parts, joined without a separator.
+    """Return the texts of OpenAI's content parts, joined without a separator.
 
     Servers differ in the separator. For a template that takes only text, SGLang 0.5.17 joins with a
     space (``srt/parser/jinja_template_utils.py``) and vLLM with a newline

@@ -1,11 +1,11 @@
 """Parse and extend conversations with the package ``renderers``.
 
-A renderer knows the format of a family of models. It parses reasoning and calls of tools from
-sampled tokens. It also writes the tokens between two turns without touching the earlier tokens
-(``bridge``). https://pypi.org/project/renderers
+A renderer implements the format of a family of models (https://pypi.org/project/renderers). It
+parses reasoning and tool calls from sampled tokens. It also writes the tokens between two turns
+without changing the earlier tokens (``bridge``).
 
-A prompt is always what the model's chat template makes of the messages. A renderer is used only if
-it makes the same tokens of them.
+Prompts are always rendered with the model's chat template. A renderer is used only if it encodes
+the same messages to the same tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .tool_schemas import schemas
 logger = logging.getLogger("sglrl.renderer")
 
 TEMPLATE: Final = "template"
-"""The name that stands for no renderer."""
+"""The renderer name with which a caller selects no renderer."""
 _SIGNS: Final = ("tool_call", "reasoning", "think")
 """A template without these words has nothing that a renderer would parse."""
 _ERRORS: Final = {
@@ -43,12 +43,12 @@ _ERRORS: Final = {
 
 
 class Renderer:
-    """A renderer of one model.
+    """A renderer of the package ``renderers``, with the tokenizer and the tools that it uses.
 
     Args:
-        name: as in the package ``renderers``.
-        renderer: of this package.
-        tools: schemas of the tools.
+        name: the name of the renderer in the package.
+        renderer: the renderer object of the package.
+        tools: the schemas of the tools, or None.
     """
 
     def __init__(
@@ -56,22 +56,22 @@ class Renderer:
     ) -> None:
         self.name = name
         self._style: list[CallStyle | None] = []
-        """How calls are written, once it is known."""
+        """The result of ``call_style``. The list is empty until ``call_style`` is called."""
         self._renderer = renderer
         self._box = box
         self.tools = tools
 
     def with_tools(self, tools: list[Any] | None) -> Renderer:
-        """Return the same renderer for other tools."""
+        """Return a copy of this renderer with other tools."""
         made = Renderer(self.name, self._renderer, self._box, tools)
         made._style = self._style
         return made
 
     def keeping_thoughts(self) -> Renderer:
-        """Return a renderer whose ``bridge`` assumes that the template removes no thoughts.
+        """Return a renderer whose ``bridge`` assumes that the template removes no reasoning.
 
-        Use it if the template does not change the earlier messages of a conversation. A renderer
-        without this setting is returned itself.
+        Use it if the template does not change the earlier messages of a conversation. If the
+        package has no such setting for this renderer, return the renderer itself.
         """
         try:
             made = _keeping.get(self._renderer)
@@ -86,7 +86,7 @@ class Renderer:
         return Renderer(self.name, made, self._box, self.tools)
 
     def difference(self, messages: Sequence[Message], expected: Sequence[int]) -> str:
-        """Return how its tokens of a prompt differ from those of the template, or ""."""
+        """Return how the renderer's tokens of a prompt differ from ``expected``, or ""."""
         try:
             rendered = self._renderer.render_ids(
                 list(messages), tools=self.tools, add_generation_prompt=True
@@ -100,7 +100,7 @@ class Renderer:
 
     @property
     def added_tokens(self) -> dict[str, int]:
-        """The tokens that are no text of the model's vocabulary, such as ``<tool_call>``."""
+        """The tokens that were added to the vocabulary, such as ``<tool_call>``, by text."""
         tokens: dict[str, int] = self._box.tokenizer.get_added_vocab()
         return tokens
 
@@ -120,7 +120,7 @@ class Renderer:
         return self._box.decode(list(ids), False)
 
     def is_reasoning(self, prompt: list[int]) -> bool:
-        """Return whether the tokens after a prompt are read as reasoning."""
+        """Return whether the renderer reads the tokens after a prompt as reasoning."""
         try:
             parsed = self._renderer.parse_response([], tools=self.tools, prompt_ids=prompt)
         except Exception as error:
@@ -156,16 +156,17 @@ class Renderer:
         return opened < closed
 
     def example(self, calls: int, arguments: Mapping[str, Any] | None = None) -> str | None:
-        """Return the text of a turn that thinks "Hm." and calls ``add(a=1, b=2)``.
+        """Return the text of a turn with the reasoning "Hm." and a call of ``add(a=1, b=2)``.
 
-        It ends before the token that ends the turn.
+        The text ends before the token that ends the turn.
 
         Args:
-            calls: how often it calls.
-            arguments: others for ``add``.
+            calls: the number of calls in the turn.
+            arguments: the arguments of ``add``. None: ``a=1, b=2``.
 
         Returns:
-            Without the thought if the model does not think. None if the format has no such turn.
+            The text, without the reasoning if the model's format has none. None if the renderer
+            cannot write such a turn.
         """
         ask, answer = PROBES[2][:1], PROBES[2][1]
         ends = set(self.end_tokens)
@@ -186,12 +187,12 @@ class Renderer:
 
     @property
     def call_style(self) -> CallStyle | None:
-        """How the template writes calls of tools. None: in a way that has no grammar."""
+        """How the template writes tool calls, or None if ``CallStyle`` cannot describe it."""
         if not self._style:
             once = self.example(1)
             style = call_style(once, self.example(2), {*self.added_tokens})
             if style is not None and style.tagged and once is not None:
-                # Some formats write the types of values, too.
+                # Reject formats that also write the types of values, by parsing the example.
                 (call,) = self._calls(self.encode(once), [], [texts_only("add", ["a", "b"])]) or [
                     None
                 ]
@@ -204,7 +205,7 @@ class Renderer:
         return self._style[0]
 
     def _calls(self, sampled: list[int], prompt: list[int], tools: Any) -> list[Any]:
-        """Return the calls of a turn as the package reads them."""
+        """Return the calls of a turn as the package ``renderers`` parses them."""
         try:
             parsed = self._renderer.parse_response(sampled, tools=tools, prompt_ids=prompt)
         except Exception as error:
@@ -213,7 +214,7 @@ class Renderer:
         return list(parsed.tool_calls)
 
     def _reread(self, calls: Sequence[Any], prompt: list[int], sampled: list[int]) -> list[Any]:
-        """Return calls whose arguments are read as their schemas say."""
+        """Return the calls of a turn with arguments that are read according to their schemas."""
         style = self.call_style
         if style is None or not style.tagged or not calls:
             return list(calls)
@@ -232,11 +233,12 @@ class Renderer:
         ]
 
     def parse(self, prompt: list[int], sampled: list[int], number: int) -> AssistantMessage:
-        """Return what the assistant says.
+        """Parse an assistant's turn into a message.
 
         Args:
-            prompt: the tokens before the assistant's turn.
-            number: of the turn. It is part of the ids of calls.
+            prompt: the tokens before the turn.
+            sampled: the tokens of the turn.
+            number: the number of the turn, which becomes a part of the ids of its calls.
         """
         try:
             parsed = self._renderer.parse_response(sampled, tools=self.tools, prompt_ids=prompt)
@@ -258,7 +260,9 @@ class Renderer:
         """Return ``AssistantMessage.raw_content``.
 
         Args:
-            found: the parsed turn.
+            parsed: the turn as parsed by the package.
+            calls: the calls of the turn.
+            sampled: the tokens of the turn.
         """
         spans = [call.token_span for call in parsed.tool_calls]
         if not any(call.error for call in calls) or None in spans:
@@ -284,14 +288,16 @@ class Renderer:
     def bridge(
         self, prompt: list[int], sampled: list[int], new: Sequence[Message]
     ) -> list[int] | None:
-        """Return the tokens of the prompt of the next turn. They begin with those given.
+        """Return the prompt of the next turn, which begins with the given tokens.
 
         Args:
-            prompt, sampled: the tokens before and of the assistant's turn.
-            new: the messages after it.
+            prompt: the tokens before the assistant's turn.
+            sampled: the tokens of the assistant's turn.
+            new: the messages after the turn.
 
         Returns:
-            None if the template would change earlier tokens, for example remove reasoning.
+            The tokens, or None if the format would change earlier tokens, for example remove
+            reasoning.
         """
         try:
             bridged = self._renderer.bridge_to_next_turn(
@@ -330,22 +336,22 @@ def _call(parsed: Any, id_: str) -> ToolCall:
 
 
 _keeping: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""By renderer of the package, the same one that keeps thoughts: ``Renderer.keeping_thoughts``."""
+"""The variants of renderers that keep reasoning, see ``Renderer.keeping_thoughts``."""
 _known: WeakKeyDictionary[TokenizerBox, dict[str, Renderer | None]] = WeakKeyDictionary()
-"""The renderers that were found, by name and arguments of the template."""
+"""The results of ``find_renderer`` by tokenizer, and then by name and template arguments."""
 
 
 def find_renderer(
     name: str | None, box: TokenizerBox, template: Mapping[str, Any]
 ) -> Renderer | None:
-    """Return the renderer of a model. Takes a second the first time.
+    """Return the renderer of a model, or None. The first call takes a second.
 
     Args:
-        name: as in ``renderers.base.RENDERER_REGISTRY``; "module:Class" or "file.py:Class": a
-            renderer of the user's own (``renderers.custom``); "template": none; None: the one that
-            makes the same tokens as the model's chat template, if the template has a format for
-            calls or reasoning.
-        template: arguments of the chat template.
+        name: a name in ``renderers.base.RENDERER_REGISTRY``, or a class of the user
+            (``renderers.custom``) as "module:Class" or "file.py:Class". "template": no renderer.
+            None: if the chat template has a format for calls or reasoning, the renderer that
+            makes the same tokens as the template.
+        template: the arguments of the chat template.
 
     Raises:
         InvalidRequest: there is no renderer of this name, it does not fit the tokenizer, or the
@@ -368,14 +374,15 @@ def fitting_renderer(
     messages: Sequence[Message],
     prompt: Sequence[int],
 ) -> Renderer | None:
-    """Return the renderer of a model if it makes the tokens of this prompt.
+    """Return the renderer of a model if it encodes the messages to the tokens of the prompt.
 
     Args:
         name, template: as for ``find_renderer``.
-        prompt: what the chat template makes of the messages.
+        prompt: the tokens of the messages as rendered by the chat template.
 
     Raises:
-        InvalidRequest: as ``find_renderer``, or the renderer that ``name`` names does not fit.
+        InvalidRequest: ``find_renderer`` raises it, or the renderer that ``name`` selects does not
+            make these tokens.
     """
     renderer = find_renderer(name, box, template)
     difference = "" if renderer is None else renderer.difference(messages, prompt)
@@ -432,7 +439,7 @@ def _made(name: str, box: TokenizerBox, template: Mapping[str, Any]) -> Renderer
         config = base.merge_chat_template_kwargs(config, options)
         made = base.create_renderer(box.tokenizer, config)
     except Exception as error:
-        # The package raises many types, also AssertionError.
+        # The package raises many types of exceptions, including AssertionError.
         raise InvalidRequest(f"the renderer {name!r} does not fit this model: {error}") from None
     return Renderer(name, made, box, None)
 
@@ -443,7 +450,7 @@ def _agrees(
     template: Mapping[str, Any],
     messages: list[dict[str, Any]],
 ) -> bool:
-    """Return whether a renderer and the template make the same tokens of a conversation."""
+    """Return whether a renderer and the template encode a conversation to the same tokens."""
     try:
         text = render_conversation(box, messages, {**template, "tools": [TOOL]})
         (expected,) = box.encode_rendered([text])

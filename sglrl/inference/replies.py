@@ -1,7 +1,7 @@
 """Turn the events of an engine call into a ``Completion``, scores or a stream.
 
-Each class is a ``driver.Reply``. The driver calls it on the event loop, so it neither blocks nor
-raises.
+Each class is a ``driver.Reply``. The driver calls its methods on the event loop, so they must not
+block or raise.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .sampling_mask import is_whole
 _decode_chunk = msgspec.msgpack.Decoder(TokenChunk).decode
 _DONE: Final = ItemKind.DONE
 OnChunk = Callable[[TokenChunk], None]
-"""Called on the event loop with new tokens. It must not raise."""
+"""A callback for new tokens, which is called on the event loop and must not raise."""
 
 
 def resume(call: Call, chunks: Sequence[TokenChunk]) -> int:
@@ -72,8 +72,8 @@ class GenerationReply:
     """Collects one call's chunks and resolves its future with a ``Completion``.
 
     Attributes:
-        begun: the unfinished completion that this call continues, if any.
-        routed: the routed experts that have arrived; None: they are not wanted.
+        begun: the unfinished completion that this call continues, or None.
+        routed: the routed experts that have arrived, or None if they were not requested.
     """
 
     __slots__ = (
@@ -196,7 +196,7 @@ class GenerationReply:
             resumed += begun.resumed
             submitted = begun.submitted_at
             if begun.worker >= 0:
-                # A worker had the begun completion, so its time in the queue is known.
+                # The begun completion was sent to a worker, so use the time when it was sent.
                 sent = begun.sent_at
             if len(begun.output_ids):
                 first = begun.first_at or begun.finished_at
@@ -220,7 +220,7 @@ class GenerationReply:
 
 
 class _WholeReply:
-    """Resolves a future with the result of an answer that is a single item."""
+    """Resolves a future with the result of a call whose answer is a single item."""
 
     __slots__ = ("future",)
 
@@ -237,10 +237,10 @@ class _WholeReply:
         raise NotImplementedError
 
     def chunk(self, item: Item, frames: Sequence[Buffer]) -> None:
-        """Ignore chunks: the whole answer arrives in ``end``."""
+        """Ignore the chunk, because the whole answer arrives in ``end``."""
 
     def restart(self, call: Call) -> None:
-        """Do nothing: no part of the answer has arrived yet."""
+        """Do nothing, because no part of the answer has arrived yet."""
 
     def end(self, call: Call, outcome: Item | SglrlError, frames: Sequence[Buffer]) -> None:
         if self.future.done():
@@ -259,10 +259,13 @@ class _WholeReply:
 
 
 class ScoreReply(_WholeReply):
-    """Resolves a future with ``ScoreLogprobs`` of ``count`` tokens, or ``Scores`` with ``top``.
+    """Resolves a future with the result of ``score``.
 
     Attributes:
-        lora: an adapter computes the score.
+        count: the number of scored tokens.
+        top: the number of most likely tokens. If it is 0, the result is ``ScoreLogprobs``,
+            otherwise ``Scores``.
+        lora: whether an adapter computes the score.
     """
 
     __slots__ = ("count", "lora", "top")
@@ -298,8 +301,8 @@ class NextTokenReply(_WholeReply):
     """Resolves a future with ``NextTokenLogprobs``.
 
     Attributes:
-        top_k: number of most likely tokens; 0: all.
-        vocab_size: number of all tokens.
+        top_k: the number of most likely tokens to return, or 0 for all tokens.
+        vocab_size: the number of all tokens.
     """
 
     __slots__ = ("top_k", "vocab_size")
@@ -335,7 +338,7 @@ def _spans(parts: bytes, version: int, count: int) -> tuple[VersionSpan, ...]:
     """Return the version spans of a score of ``count`` tokens.
 
     Args:
-        parts, version: of the score's ``TokenChunk``.
+        parts, version: the fields of the score's ``TokenChunk``.
 
     Raises:
         ProtocolError: the parts of the score do not add up to ``count`` tokens.
@@ -369,7 +372,7 @@ def _top_of(
 
 
 class ChunkReply:
-    """Queues chunks for the single coroutine that reads them."""
+    """Queues the chunks of a call for the coroutine that streams them."""
 
     __slots__ = ("generation", "items", "outcome", "received", "waiter")
 

@@ -1,4 +1,4 @@
-"""Make the calls that take tokens: a ``Call`` from checked arguments, and its reply."""
+"""Make the calls of an engine: check the options, and build each ``Call`` with its reply."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from .sampling_cache import Prepared, SamplingCache
 from .tokens import TokenizerBox
 
 _BESIDE_IDS: Final = 256
-"""Upper bound of the bytes that the arguments of a call take in addition to their byte strings.
+"""An upper bound of the encoded size of a call's arguments without their byte strings.
 
-Only arguments that could exceed the message limit with this bound are encoded and measured.
+The size of arguments is measured only if it could exceed the message limit according to this bound.
 """
 
 
@@ -43,10 +43,8 @@ class Requests:
     Arguments named ``ids`` are checked token ids, int32. Arguments of type ``Any`` are not checked
     yet.
 
-    Raises:
-        InvalidRequest: in every method that makes a call: the prompt does not fit the context.
-        MessageTooLarge: in every method that makes a call: the request exceeds
-            ``max_message_bytes``.
+    Every method that makes a call raises ``InvalidRequest`` if the prompt does not fit into the
+    context, and ``MessageTooLarge`` if the request exceeds ``max_message_bytes``.
     """
 
     def __init__(
@@ -71,7 +69,7 @@ class Requests:
         self.weights = weights
         self.timeout = timeout
         self.adapters = adapters
-        # Bind the method once: every waiting call would hold a bound method of its own.
+        # Bind the method once. Otherwise each waiting call would hold its own bound method.
         self.decode: Decode = box.decode
 
     def options(
@@ -87,10 +85,11 @@ class Requests:
         """Check the options of a call. ``Client.generate`` documents them.
 
         Args:
-            timeout: seconds. None: the client's timeout.
+            timeout: the time limit in seconds. None: the client's timeout.
 
         Raises:
-            UsageError: a value is wrong. ``UnknownAdapter``: the adapter is not loaded.
+            UsageError: a value is wrong. The subclass ``UnknownAdapter``: the adapter is not
+                loaded.
             DeadlineExceeded: the timeout is 0.
         """
         deadline = None
@@ -107,13 +106,15 @@ class Requests:
         return CallOptions(wanted, top_logprobs, session, deadline, priority, worker, name)
 
     def read(self, options: Mapping[str, Any]) -> tuple[CallOptions, dict[str, Any], Prepared]:
-        """Check the keyword arguments of ``Client.generate``, except those of the messages.
+        """Split the keyword arguments of ``Client.generate``, and check them.
 
         Returns:
-            The options of the call, the arguments of ``RenderOptions``, and the sampling values.
+            The options of the call, the unchecked arguments of ``RenderOptions``, and the sampling
+            values.
 
         Raises:
-            UsageError: a value is wrong. ``InvalidRequest``: a sampling value is wrong.
+            UsageError: a value is wrong. The subclass ``InvalidRequest``: a sampling value is
+                wrong.
         """
         call: dict[str, Any] = {}
         message: dict[str, Any] = {}
@@ -140,13 +141,13 @@ class Requests:
     def check_count(self, n: int, prompts: int, worker: int | None) -> None:
         """Raise ``InvalidRequest`` if ``n`` calls for each prompt exceed the pool's capacity.
 
-        The capacity is the number of calls that an idle pool accepts at a time. Check it before
-        any of the calls is made.
+        The capacity is the number of calls that an idle pool accepts at a time. Call this method
+        before any of the calls is made.
 
         Args:
-            n: calls per prompt.
-            prompts: number of prompts.
-            worker: the worker to which the calls are pinned, if any.
+            n: the number of calls per prompt.
+            prompts: the number of prompts.
+            worker: the worker to which the calls are pinned, or None.
         """
         windows, max_queue = self.driver.capacity(worker)
         most = windows + max_queue
@@ -159,18 +160,23 @@ class Requests:
             )
 
     def lora(self, name: Any) -> str:
-        """Return the name of an adapter; "": none. Raise ``UnknownAdapter`` if it is not loaded."""
+        """Return the name of an adapter, or "" for None.
+
+        Raises:
+            UnknownAdapter: the adapter is not loaded.
+        """
         return "" if name is None else self.adapters.check(name)
 
     def version(self, lora: str) -> int:
-        """Return a number that differs for two routes if their KV cache differs."""
+        """Return a version number for routes. Routes share a KV cache only with equal numbers."""
         version = self.weights.version
         return self.adapters.route_version(lora, version) if lora else version
 
     def versions(self, lora: str) -> dict[str, int]:
-        """Return the current versions of the model and of an adapter, as far as they are known.
+        """Return the current versions of the model and of an adapter, by name.
 
-        ``core/policy_versions.py`` describes the names.
+        The version of the adapter is missing if it is not known. ``core/policy_versions.py``
+        describes the names.
         """
         versions = {MODEL: self.weights.version}
         version = self.adapters.versions.get(lora) if lora else None
@@ -201,14 +207,14 @@ class Requests:
     ) -> tuple[Call, asyncio.Future[Completion]]:
         """Submit a call for one continuation.
 
-        A caller that stops waiting for the future must cancel the call. This is not a coroutine,
-        because a coroutine would take 400 more bytes per waiting call.
+        A caller that stops waiting for the future must cancel the call. This method is not a
+        coroutine, because a coroutine would take 400 more bytes per waiting call.
 
         Args:
             begun: an unfinished completion to continue. Limits, stop strings, penalties and seeds
                 then count from its first token.
-            on_chunk: called with each chunk as it arrives. None: the worker sends few.
-            routed_from: the first position whose routed experts are wanted. Not used with
+            on_chunk: called with each chunk as it arrives. None: the worker does not stream chunks.
+            routed_from: the first position whose routed experts are requested. Not used with
                 ``begun``.
         """
         wire = prepared.wire(max_new_tokens, prepared.seed)
@@ -324,7 +330,7 @@ class Requests:
         temperature: float,
         options: CallOptions,
     ) -> tuple[list[Call], list[asyncio.Future[Any]]]:
-        """Make one call for each prompt, without submitting them.
+        """Make one ``score`` call for each prompt, without submitting them.
 
         Returns:
             The calls and the futures of their answers.
@@ -380,7 +386,7 @@ class Requests:
         future: asyncio.Future[NextTokenLogprobs],
         options: CallOptions,
     ) -> Call:
-        """Make a call without submitting it. This checks ``top_k``."""
+        """Check ``top_k``, and make a ``next_token_logprobs`` call without submitting it."""
         if len(ids) // 4 > self._max_prompt_tokens:
             self._check_length(len(ids) // 4)
         if top_k is not None and (type(top_k) is not int or not 1 <= top_k <= self.vocab_size):
@@ -460,7 +466,7 @@ class Requests:
         return GenerationReply(self.decode, future, ids, prepared, logprobs, top, None, routed)
 
     def _routed(self, prepared: Prepared, start: int = 0) -> RoutedRows | None:
-        """Return an object for the routed experts of a call, or None if they are not wanted."""
+        """Return an object for the routed experts of a call, or None if they are not requested."""
         shape = self.info.routed_experts
         wanted = prepared.params.return_routed_experts
         return RoutedRows(shape, start) if wanted and shape is not None else None

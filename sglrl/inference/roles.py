@@ -1,8 +1,8 @@
 """Find the roles whose messages a chat template leaves out.
 
-A template is a program. Many templates write nothing for a role that they do not know, and the
-prompt then lacks the message without an error. Whether a template knows a role is decided by what
-it makes of conversations with a message of that role.
+A template is a program. Many templates write nothing for a role that they do not handle, and the
+prompt then lacks the message without an error. This module detects such roles: it renders
+conversations with a message of the role, and searches for the message in the text.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Any, Final
 from ..errors import InvalidRequest
 
 Render = Callable[[Sequence[Mapping[str, Any]]], str]
-"""Applies a chat template to messages."""
+"""A function that applies a chat template to messages and returns the text."""
 
 _ALWAYS: Final = ("user", "assistant")
-"""Roles that every template for chat knows."""
+"""The roles that every chat template writes."""
 _USUAL: Final = ("system", "user", "assistant", "tool")
 _MARK: Final = "the content of this message"
 _ASK: Final = {"role": "user", "content": "What is 1 + 2?"}
@@ -34,10 +34,10 @@ _BEFORE: Final[tuple[list[dict[str, Any]], ...]] = (
 
 
 class Roles:
-    """The roles that one chat template knows.
+    """Checks which roles one chat template writes, and remembers the results.
 
     Args:
-        render: applies the template.
+        render: applies the template to messages.
     """
 
     def __init__(self, render: Render) -> None:
@@ -48,10 +48,10 @@ class Roles:
         """Check that the template writes messages of all roles.
 
         Args:
-            begin: number of messages before these.
+            begin: the number of messages before these in the conversation.
 
         Raises:
-            InvalidRequest: it leaves the messages of a role out. The error names the role.
+            InvalidRequest: the template omits messages of a role. The error names the role.
         """
         for at, message in enumerate(messages, begin):
             role = message["role"]
@@ -64,10 +64,10 @@ class Roles:
             )
 
     def _knows(self, role: str, first: bool) -> bool:
-        """Return whether the template writes such a message.
+        """Return whether the template writes a message of this role.
 
         Args:
-            first: the message is the first of its conversation.
+            first: whether the message is the first one of its conversation.
         """
         key = role, first
         if key not in self._known:
@@ -82,6 +82,6 @@ class Roles:
             try:
                 texts.append(self._render(probe))
             except InvalidRequest:
-                # The template rejects this order. It also rejects a request with it.
+                # The template rejects this order of roles with an error, so it omits nothing.
                 continue
         return not texts or any(_MARK in text for text in texts)

@@ -1,4 +1,4 @@
-"""The routed experts of tokens: the experts that a mixture of experts chose for each of them."""
+"""Collect the routed experts of a call: the experts that a mixture of experts chose per token."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ NO_EXPERTS: Final = (
 
 
 def check_begin(args: GenerateArgs) -> None:
-    """Raise ``InvalidRequest`` if a call wants routed experts from an impossible position on."""
+    """Raise ``InvalidRequest`` if the first requested position of routed experts is impossible."""
     begin, rows = args.routed_from, args.resume_rows
     if begin < 0 or rows < 0 or 4 * (begin + rows) >= len(args.input_ids) + len(args.resume):
         raise InvalidRequest(f"no routed experts begin at position {begin} + {rows}")
 
 
 class RoutedRows:
-    """Rows of one call, one for each position of prompt and output from ``start`` on.
+    """The routed experts of one call: a row for each position of prompt and output from ``start``.
 
     Attributes:
-        shape: of a row.
+        shape: the shape and dtype of a row.
         start: the position of the first row.
         count: the number of rows that have arrived.
     """
@@ -48,7 +48,7 @@ class RoutedRows:
         return self.start + self.count
 
     def copy(self) -> RoutedRows:
-        """Return the same rows, to which more can be added."""
+        """Return a copy, to which more rows can be added without changing the original."""
         made = RoutedRows(self.shape, self.start)
         made.count, made._frames = self.count, self._frames[:]
         return made
@@ -57,7 +57,7 @@ class RoutedRows:
         """Add the rows of a chunk.
 
         Raises:
-            ProtocolError: the frames do not have the number of rows in the chunk.
+            ProtocolError: the size of the frames does not match the number of rows.
         """
         size = self.shape.layers * self.shape.k * np.dtype(self.shape.dtype).itemsize
         if chunk.routed * size != sum(map(len, frames)) or any(len(f) % size for f in frames):
@@ -68,14 +68,14 @@ class RoutedRows:
         self._frames += frames
 
     def check_end(self, tokens: int, sampled: int) -> None:
-        """Check that there are as many rows as a finished call has.
+        """Check that all rows of a finished call have arrived.
 
         Args:
-            tokens: of prompt and output.
-            sampled: tokens of the output.
+            tokens: the number of tokens of prompt and output.
+            sampled: the number of tokens of the output.
 
         Raises:
-            ProtocolError: there are not.
+            ProtocolError: the number of rows is wrong.
         """
         # A call that was aborted before its first token may have been prefilled in part.
         if self.stop >= tokens or (sampled and self.stop != tokens - 1):

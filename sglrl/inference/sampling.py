@@ -1,4 +1,4 @@
-"""Check sampling parameters once. A wrong value raises before anything is sent."""
+"""Declare the sampling parameters, and check their values before anything is sent."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _OPENAI: Final = ("chat", "completions", "responses", "anthropic")
 _NOT_VLLM: Final[dict[str, tuple[str, ...]]] = {"vllm": ()}
 _SGLANG_ONLY: Final[dict[str, tuple[str, ...]]] = dict.fromkeys((*_OPENAI, "vllm"), ())
 _CLIENTS_ONLY: Final = Names(http=dict.fromkeys(DIALECTS, ()), option=False)
-"""For fields that add values to a ``Completion``, which other answers have no place for."""
+"""The names of fields that add values to a ``Completion``, which HTTP answers cannot contain."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -111,7 +111,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         InvalidRequest: a value is out of range or of the wrong type.
     """
 
-    # The annotation of a field has its type, its kind, and its names if it has several.
+    # The annotation of a field has its type and its kind, and its ``Names`` if it has other names.
     max_new_tokens: Annotated[
         int | None,
         Integer(1),
@@ -207,7 +207,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def grammars(self) -> list[str]:
-        """The names of the given grammars. An empty schema (a dict) counts: it allows any JSON."""
+        """The names of the given grammars, including an empty schema, which allows any JSON."""
         return [name for name in GRAMMARS if getattr(self, name) not in (None, "")]
 
     @property
@@ -215,7 +215,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     def to_wire(self, max_new_tokens: int, seed: int | None) -> dict[str, Any]:
-        """Return the fields to send that differ from their defaults. See ``SentSampling``."""
+        """Return the fields that differ from their defaults, as ``SentSampling`` decodes them."""
         sent: dict[str, Any] = {}
         for field in FIELDS.values():
             value = getattr(self, field.name)
@@ -233,7 +233,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 FIELDS: Final = fields_of(SamplingParams)
 """The declarations of the sampling parameters by name."""
 ALIASES: Final = {alias: field.name for field in FIELDS.values() for alias in field.names.aliases}
-"""Names of vLLM and OpenAI for the same parameters."""
+"""The parameters by the names that vLLM and OpenAI have for them."""
 GRAMMARS: Final = tuple(name for name, field in FIELDS.items() if isinstance(field.kind, Grammar))
 """The sampling parameters that are grammars."""
 
@@ -241,15 +241,15 @@ GRAMMARS: Final = tuple(name for name, field in FIELDS.items() if isinstance(fie
 class SentSampling(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Sampling parameters from another process, which the constructor checks again.
 
-    They are a msgpack map without the fields that have their default values. The sender has chosen
-    ``max_new_tokens`` and, if the sampling is to be repeatable, the seed.
+    The msgpack map contains only fields that differ from their defaults. The sender always sets
+    ``max_new_tokens``, and sets the seed if the sampling must be repeatable.
     """
 
     max_new_tokens: int
 
 
 class UnseededOptions(TypedDict, total=False):
-    """The fields of ``SamplingParams`` and their aliases, but the seed, as types for editors."""
+    """The fields of ``SamplingParams`` and their aliases, without the seed, for editors."""
 
     max_new_tokens: int | None
     temperature: float
@@ -288,14 +288,14 @@ class UnseededOptions(TypedDict, total=False):
 
 
 class SamplingOptions(UnseededOptions, total=False):
-    """The fields of ``SamplingParams`` and their aliases, as types for editors."""
+    """The fields of ``SamplingParams`` and their aliases, for editors and type checkers."""
 
     seed: int | None
     sampling_seed: int | None
 
 
 def own_names(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace aliases by our own names, so that the arguments can override other arguments.
+    """Replace aliases by the names of ``SamplingParams``, so that arguments can be merged.
 
     Raises:
         InvalidRequest: a parameter is given twice, under two names.
@@ -317,7 +317,7 @@ _FOREIGN: Final = {
     "stream": "Client.stream",
     "top_logprobs_num": "top_logprobs=",
 }
-"""Arguments of SGLang's ``generate``, and what takes their place."""
+"""Arguments of SGLang's ``generate``, and the replacements that an error suggests."""
 
 
 def _canonical(kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -340,11 +340,11 @@ def _canonical(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_kwargs(kwargs: dict[str, Any]) -> SamplingParams:
-    """Make ``SamplingParams`` from keyword arguments, which may be aliases."""
+    """Make ``SamplingParams`` from keyword arguments, whose names may be aliases."""
     return SamplingParams(**_canonical(kwargs))
 
 
 def merged(params: SamplingParams, kwargs: dict[str, Any]) -> SamplingParams:
-    """Return ``params`` with other values. ``kwargs`` may be aliases."""
+    """Return ``params`` with other values. The names in ``kwargs`` may be aliases."""
     # Before msgspec 0.21, msgspec.structs.replace does not call __post_init__.
     return SamplingParams(**{**msgspec.structs.asdict(params), **_canonical(kwargs)})

@@ -1,4 +1,4 @@
-"""Keep sampling parameters that were checked, with their wire forms."""
+"""Cache checked sampling parameters together with their encoded forms."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .sampling import NO_HIDDEN_STATES, SamplingParams, from_kwargs, merged
 
 
 class Prepared:
-    """A checked ``SamplingParams`` with its wire forms. Each form is encoded once."""
+    """A checked ``SamplingParams`` that encodes each of its wire forms only once."""
 
     __slots__ = ("_latest", "_latest_tokens", "_wire", "max_new_tokens", "params", "seed")
 
@@ -29,7 +29,7 @@ class Prepared:
         self._wire: dict[tuple[int, int | None], msgspec.Raw] = {}
         self._latest = msgspec.Raw()
         self._latest_tokens = -1
-        """``max_new_tokens`` of ``_latest``, the last wire form with the seed of ``params``."""
+        """``max_new_tokens`` in ``_latest``, the latest wire form with the seed of ``params``."""
 
     def wire(self, max_new_tokens: int, seed: int | None) -> msgspec.Raw:
         own = seed == self.seed
@@ -59,12 +59,12 @@ def _constant(value: Any) -> bool:
 
 
 class SamplingCache:
-    """Checks the keyword arguments of calls. Arguments checked before cost one look-up.
+    """Checks the sampling arguments of calls. Arguments that were checked before cost one look-up.
 
     Args:
-        hidden_size: as in ``EngineInfo``.
-        experts: the engine can return routed experts.
-        processors: the declared logit processors.
+        vocab_size, hidden_size: the fields of ``EngineInfo``.
+        experts: whether the engine can return routed experts.
+        processors: the logit processors with which the engine was launched.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class SamplingCache:
                 if latest.get(name, self) is not value:
                     break
             else:
-                # The same objects as in the previous call, which is common in a loop of calls.
+                # A loop of calls often passes the same objects in each call.
                 return self._latest
         if params is not None:
             if not isinstance(params, SamplingParams):
@@ -137,11 +137,11 @@ class SamplingCache:
         return prepared
 
     def check(self, params: SamplingParams) -> Prepared:
-        """Check that the engine can honour parameters that are right in themselves.
+        """Check that the engine supports parameters that are otherwise valid.
 
         Raises:
-            InvalidRequest: a token is outside the vocabulary, or the engine was launched without
-                something that they need.
+            InvalidRequest: a token is outside the vocabulary, or the engine was launched without a
+                feature that the parameters need.
         """
         for name in ("stop_token_ids", "token_ids_logprob", "logit_bias"):
             tokens = getattr(params, name)

@@ -1,7 +1,7 @@
-"""The kinds of sampling fields: how a value is checked and sent, and which names it has.
+"""The kinds of sampling fields, which define how values are checked and sent.
 
-``SamplingParams`` declares each field with one of these kinds. Types, ranges, aliases, the fields
-of HTTP requests and the options of commands follow from its declaration.
+``SamplingParams`` declares each field with one of these kinds. The fields of HTTP requests and the
+options of commands are derived from these declarations.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from .tokens import check_text
 MAX_INT32: Final = (1 << 31) - 1
 TOP_K_ALL: Final = 1 << 30
 MIN_TEMPERATURE: Final = 1e-6
-"""SGLang samples greedily below this, and its logprobs are then those of temperature 1."""
+"""SGLang samples greedily below this temperature, and computes logprobs at temperature 1 then."""
 MAX_BIAS: Final = 1e6
-"""Largest bias of a logit. With a larger bias, rounding would erase the logit itself."""
+"""The largest bias of a logit. With a larger bias, rounding would erase the logit itself."""
 
 
 class Kind:
-    """How the values of a field are checked and sent.
+    """Defines how the values of a field are checked and sent.
 
     Attributes:
-        option: the type of the option of commands, which is a type that typer knows. None: the
-            option takes JSON.
+        option: the type of the command-line option, for typer. None: the option takes JSON.
     """
 
     option: ClassVar[Any] = None
@@ -44,7 +43,8 @@ class Kind:
         """Raise ``InvalidRequest`` if the value is wrong.
 
         Args:
-            name: of the field. Its default value is not checked.
+            name: the name of the field, for the error.
+            value: the value to check, which is not the default.
         """
 
     def plain(self, value: Any) -> Any:
@@ -54,7 +54,7 @@ class Kind:
 
 @dataclass(frozen=True)
 class Number(Kind):
-    """A float in [low, high], or in (low, high] with ``open_low``."""
+    """A float in [low, high], or in (low, high] if ``open_low`` is True."""
 
     low: float = -math.inf
     high: float = math.inf
@@ -69,7 +69,7 @@ class Number(Kind):
 
 
 class Temperature(Number):
-    """A temperature that SGLang does not change."""
+    """A temperature of 0, or of at least ``MIN_TEMPERATURE``."""
 
     def check(self, name: str, value: Any) -> None:
         super().check(name, value)
@@ -81,7 +81,7 @@ class Temperature(Number):
 
 @dataclass(frozen=True)
 class Integer(Kind):
-    """An integer in low..high."""
+    """An integer from ``low`` to ``high``."""
 
     low: int = 0
     high: float = MAX_INT32
@@ -95,7 +95,7 @@ class Integer(Kind):
 
 
 class TopK(Integer):
-    """A number of tokens, or -1 for all."""
+    """A number of tokens, or -1 for all tokens."""
 
     def check(self, name: str, value: Any) -> None:
         super().check(name, value)
@@ -177,7 +177,7 @@ class Patterns(Texts):
 
 @dataclass(frozen=True)
 class TokenIds(Kind):
-    """A list of token ids. With ``ordered``, a set is rejected."""
+    """A list of token ids. If ``ordered`` is True, sets and mappings are rejected."""
 
     ordered: bool = False
     option: ClassVar[Any] = list[int]
@@ -222,7 +222,7 @@ class JsonGrammar(Grammar):
 
 
 class Biases(Kind):
-    """A dict of token id and bias."""
+    """A mapping from token ids to biases."""
 
     def check(self, name: str, value: Any) -> None:
         if not isinstance(value, Mapping):
@@ -259,13 +259,13 @@ class ProcessorParams(Kind):
 
 @dataclass(frozen=True, kw_only=True)
 class Names:
-    """The names of a field where it does not have its own name alone.
+    """The other names of a field, in keyword arguments and in HTTP requests.
 
     Attributes:
-        aliases: keyword arguments of vLLM and OpenAI with the same meaning.
-        http: by dialect (``DIALECTS``), the fields of requests. (): the dialect has no such field.
-            A dialect that is not listed has the field's own name.
-        option: commands have an option for the field.
+        aliases: the keyword arguments of vLLM and OpenAI with the same meaning.
+        http: the names of the field in HTTP requests, for each dialect (``DIALECTS``) with other
+            names. () means that the dialect has no such field.
+        option: whether commands have an option for the field.
     """
 
     aliases: tuple[str, ...] = ()
@@ -281,9 +281,9 @@ class Field(NamedTuple):
     """The declaration of a sampling field.
 
     Attributes:
-        text: the first sentence about it in the docstring of the struct.
+        text: the first sentence about the field in the docstring of the struct.
         type: the type of checked values.
-        default: the value without an argument.
+        default: the value of a field that is not given.
     """
 
     name: str
@@ -316,7 +316,7 @@ def fields_of(params: type[msgspec.Struct]) -> dict[str, Field]:
 
 
 def _texts_of(docstring: str) -> dict[str, str]:
-    """Return the first sentences about the attributes in a docstring by their names."""
+    """Return the first sentence about each attribute in a docstring, by name."""
     section = inspect.cleandoc(docstring).partition("Attributes:\n")[2].partition("\n\nRaises:")[0]
     entries = re.findall(r"^ {4}([\w, ]+): (.*(?:\n(?: {8}.*)?)*)", section, re.MULTILINE)
     texts = {}

@@ -1,4 +1,4 @@
-"""The tokens that could be drawn, at each position of an output."""
+"""``SamplingMask``: the tokens that could be drawn at each position of an output."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ class SamplingMask(NamedTuple):
     The set of position i is ``ids[offsets[i] : offsets[i + 1]]``. It contains the drawn token.
 
     Attributes:
-        ids: int32 [m], the sets one after the other. Each set is in ascending order.
-        offsets: int64 [t + 1]. The first one is 0, and the last one is m.
+        ids: int32 [m], the token ids of all sets, one set after the other. Each set is in ascending
+            order.
+        offsets: int64 [t + 1], where each set begins. The first offset is 0, and the last one is m.
     """
 
     ids: NDArray[np.int32]
@@ -38,7 +39,7 @@ class SamplingMask(NamedTuple):
 
 
 def mask_from(ids: bytes, lengths: bytes) -> SamplingMask:
-    """Make a mask of int32 ids, and of the number of ids at each position, int32."""
+    """Make a mask from the ids and the number of ids at each position, both as int32 bytes."""
     counts = np.frombuffer(lengths, "<i4")
     offsets = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, out=offsets[1:])
@@ -53,7 +54,7 @@ def mask_of(chunks: Sequence[TokenChunk]) -> SamplingMask:
 
 
 def is_whole(chunk: TokenChunk) -> bool:
-    """Return whether a chunk has the set of each of its tokens."""
+    """Return whether a chunk has a set of drawable tokens for each of its tokens."""
     if len(chunk.mask_lengths) != len(chunk.ids) or len(chunk.mask_ids) % 4:
         return False
     lengths = np.frombuffer(chunk.mask_lengths, "<i4")

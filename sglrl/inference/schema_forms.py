@@ -1,4 +1,4 @@
-"""Write a JSON schema as alternatives without ``$ref``, ``allOf``, ``anyOf`` and ``oneOf``."""
+"""Expand a JSON schema to alternatives without ``$ref``, ``allOf``, ``anyOf`` and ``oneOf``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..errors import InvalidRequest
 from .schema_values import TYPES, resolve, same, valid
 
 Form: TypeAlias = dict[str, Any]
-"""A schema without references and combinations. "type" is a list."""
+"""A schema without references and combinations. Its "type", if any, is a list."""
 
 _MOST: Final = 256
-"""Maximum number of alternatives."""
+"""The maximum number of alternatives."""
 _OF_TYPE: Final = {
     "multipleOf": ("integer", "number"),
     "uniqueItems": ("array",),
@@ -40,26 +40,26 @@ _SMALLEST: Final = ("maximum", "exclusiveMaximum", "maxLength", "maxItems", "max
 
 
 def reject(path: str, keyword: str, why: str) -> NoReturn:
-    """Raise the error of a keyword."""
+    """Raise ``InvalidRequest`` for a keyword that cannot be enforced."""
     raise InvalidRequest(f"json_schema: {keyword!r} at {path or '/'} cannot be enforced: {why}")
 
 
 class Forms:
-    """The alternatives of the parts of a schema.
+    """Expands the parts of a schema to alternatives.
 
     Args:
-        root: the schema in which ``$ref`` are searched.
+        root: the whole schema, which contains the targets of ``$ref``.
     """
 
     def __init__(self, root: Any) -> None:
         self.root = root
 
     def alternatives(self, schema: Any, path: str, seen: tuple[str, ...] = ()) -> list[Form]:
-        """Return forms. A value is valid if it is valid for one of them.
+        """Return the forms of a schema. A value is valid if it is valid for one of the forms.
 
         Args:
-            path: of the schema, for errors.
-            seen: references that lead to it.
+            path: the place of the schema in the root, for errors.
+            seen: the references that led to this schema.
 
         Raises:
             InvalidRequest: a keyword cannot be enforced.
@@ -93,7 +93,7 @@ class Forms:
         return forms
 
     def _own(self, schema: Mapping[str, Any], path: str) -> Form:
-        """Return the form of a schema's own keywords."""
+        """Return the form of a schema without its references and combinations."""
         form = {name: schema[name] for name in _KEPT if name in schema}
         if "type" in form:
             given = form["type"]
@@ -111,11 +111,11 @@ class Forms:
             values = form.get("enum", [schema["const"]])
             form["enum"] = [one for one in values if same(one, schema["const"])]
         for end, strict in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-            # The form of draft 4.
+            # In draft 4, these keywords are flags of ``minimum`` and ``maximum``.
             if isinstance(form.get(strict), bool) and form.pop(strict) and end in form:
                 form[strict] = form.pop(end)
         if isinstance(form.get("items"), list):
-            # The form before draft 2020-12.
+            # Before draft 2020-12, a list of ``items`` means ``prefixItems``.
             form["prefixItems"] = form.pop("items")
             if "additionalItems" in schema:
                 form["items"] = schema["additionalItems"]
@@ -133,7 +133,7 @@ class Forms:
         return forms
 
     def _check_disjoint(self, branches: list[list[Form]], path: str) -> None:
-        """Raise ``InvalidRequest`` if a written value may be valid for two branches."""
+        """Raise ``InvalidRequest`` if a value that the grammar allows may fit two branches."""
         for i, branch in enumerate(branches):
             for form in branch:
                 for j, others in enumerate(branches):
@@ -146,7 +146,7 @@ class Forms:
                         )
 
     def _excludes(self, written: Form, other: Form) -> bool:
-        """Return whether no value that is written for a form is valid for another form."""
+        """Return whether no value that the grammar of a form allows is valid for another form."""
         if "enum" in written:
             values = [one for one in written["enum"] if valid(written, one, self.root)]
             return not any(valid(other, one, self.root) for one in values)
@@ -155,7 +155,7 @@ class Forms:
             return True
         if both.get("type") == [] or both.get("type") != ["object"]:
             return both.get("type") == []
-        # Only declared properties are written.
+        # The grammar of a closed form allows only declared properties.
         names = written.get("properties", {})
         if is_closed(written) and not set(other.get("required", ())) <= names.keys():
             return True
@@ -179,7 +179,7 @@ class Forms:
 
 
 def _harmless(keyword: str, value: Any, form: Form) -> bool:
-    """Return whether a keyword has no effect."""
+    """Return whether a keyword has no effect, or can be replaced in the form."""
     types = _OF_TYPE.get(keyword)
     if types and form.get("type") and not set(types) & set(form["type"]):
         return True
@@ -194,14 +194,14 @@ def _harmless(keyword: str, value: Any, form: Form) -> bool:
 
 
 def is_closed(form: Form) -> bool:
-    """Return whether only declared properties are written."""
+    """Return whether the grammar of a form allows only declared properties."""
     if "additionalProperties" in form:
         return form["additionalProperties"] is False and "patternProperties" not in form
     return "properties" in form and "patternProperties" not in form
 
 
 def _conjunction(first: Form, second: Form, path: str) -> Form | None:
-    """Return the form of values that are valid for two forms. None: there are none."""
+    """Return the form of the values that are valid for both forms, or None if there are none."""
     if not first or not second:
         return {**first, **second}
     form = {**first, **second}
@@ -230,7 +230,7 @@ def _conjunction(first: Form, second: Form, path: str) -> Form | None:
     if {"prefixItems", "items"} & both:
         form.update(_items(first, second))
     elif "prefixItems" in form and "items" in form:
-        # The items of one apply to the first items of the other.
+        # The ``items`` of one form also apply to the ``prefixItems`` of the other.
         form.update(_items(first, second))
     return form
 
@@ -250,7 +250,7 @@ def _all_of(first: Any, second: Any) -> Any:
         return first
     if first is False or second is False:
         return False
-    # A fixed order, so that the same parts are one schema.
+    # Sort the parts, so that the same parts always give the same schema.
     parts: list[Any] = []
     for one in (first, second):
         alone = isinstance(one, Mapping) and [*one] == ["allOf"]
@@ -277,7 +277,7 @@ def _properties(first: Form, second: Form, path: str) -> Form:
 
 
 def _property(form: Form, name: str) -> Any:
-    """Return the schema of one property. A form that does not declare it may still limit it."""
+    """Return the schema of one property, which a form may limit without declaring it."""
     schemas = [form["properties"][name]] if name in form.get("properties", {}) else []
     patterns = form.get("patternProperties", {})
     schemas += [schema for pattern, schema in patterns.items() if re.search(pattern, name)]

@@ -1,4 +1,4 @@
-"""Whether a JSON value is valid for a JSON schema, for the keywords that grammars enforce."""
+"""Check JSON values against a JSON schema, for the keywords that grammars enforce."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def resolve(root: Any, reference: Any) -> Any:
 
 
 def type_of(value: Any) -> str:
-    """Return the JSON type of a value. A whole number is an integer."""
+    """Return the JSON type of a value. A float without a fraction is an integer."""
     match value:
         case None:
             return "null"
@@ -48,7 +48,7 @@ def type_of(value: Any) -> str:
 
 
 def same(first: Any, second: Any) -> bool:
-    """Return whether two JSON values are equal: ``True`` is not 1."""
+    """Return whether two JSON values are equal. Unlike in Python, true does not equal 1."""
     if isinstance(first, bool) or isinstance(second, bool):
         return first is second
     if isinstance(first, list) and isinstance(second, list):
@@ -59,10 +59,10 @@ def same(first: Any, second: Any) -> bool:
 
 
 def valid(schema: Any, value: Any, root: Any) -> bool:
-    """Return whether a value is valid.
+    """Return whether a value is valid for a schema.
 
     Args:
-        root: the schema in which ``$ref`` are searched.
+        root: the schema that contains the targets of ``$ref``.
     """
     if not isinstance(schema, Mapping):
         return schema is not False

@@ -1,4 +1,4 @@
-"""Show work that would otherwise be a long silence."""
+"""Show a line about work that takes longer than a second."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 logger = logging.getLogger("sglrl.launch")
 
 SLOW_SECONDS: float = 1.0
-"""Work that takes longer is shown."""
+"""The number of seconds after which work is shown."""
 
 
 @asynccontextmanager
@@ -19,7 +19,8 @@ async def shown_if_slow(what: str, *, shown: bool) -> AsyncIterator[None]:
     """Write a line about the work in the block to stderr if it takes longer than a second.
 
     Args:
-        shown: False: log the line instead.
+        what: the text of the line.
+        shown: whether to write to stderr. If False, log the line instead.
     """
 
     def show() -> None:

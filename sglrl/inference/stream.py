@@ -19,8 +19,8 @@ from .requests import Requests
 class Stream:
     """An async iterator of ``Chunk``. ``completion`` has the whole result after the last chunk.
 
-    If a caller exits the loop early, the engine stops the request: at the latest when the iterator
-    is garbage-collected, or at once with ``await stream.aclose()``.
+    If a caller exits the loop early, ``await stream.aclose()`` stops the request in the engine.
+    Otherwise the request stops when the iterator is garbage-collected.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class Stream:
 
     @property
     def completion(self) -> Completion:
-        """The whole result. Raises ``Closed`` before the stream has ended."""
+        """The whole result. Raises ``Closed`` if the stream has not ended."""
         if self._completion is None:
             raise Closed("the stream has not ended; iterate over it first")
         return self._completion
@@ -69,7 +69,8 @@ class Stream:
         This is a generator, so it does nothing before the first chunk is requested.
 
         Args:
-            options: ``MessageOptions``.
+            started: returns the requests of the client, or raises if the client has not started.
+            options: the keyword arguments of ``MessageOptions``.
         """
         requests = started()
         checked, message, prepared = requests.read(options)
@@ -111,5 +112,5 @@ class Stream:
                 reply.waiter = asyncio.get_running_loop().create_future()
                 await reply.waiter
         finally:
-            # This has no effect if the call has ended.
+            # Cancelling has no effect if the call has ended.
             requests.driver.cancel(call)

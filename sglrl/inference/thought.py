@@ -1,7 +1,7 @@
-"""The reasoning at the beginning of a turn: how it is opened and closed, and if it is open.
+"""Find the markers of the reasoning at the beginning of a turn, and whether it is already open.
 
-Everything is found by asking the renderer how it reads tokens, so a grammar begins exactly where
-the renderer reads the first token of the content.
+The markers are tested with the renderer's own parser. So a grammar begins exactly at the token that
+the renderer reads as the first token of the content.
 """
 
 from __future__ import annotations
@@ -13,21 +13,21 @@ from typing import Final, NamedTuple
 from .renderer import Renderer
 
 _USUAL: Final = ("<think>\n", "</think>", "\n\n")
-"""The markers of most models: for a renderer that cannot write the example."""
+"""The markers of most models, for a renderer that cannot write the example."""
 _EXAMPLE: Final = re.compile(
     r"(?P<opening>.*?)Hm\.\s*(?P<closing><[^<\s]*>)(?P<space>\s*)", re.DOTALL
 )
 _TAIL: Final = 32
-"""Tokens at the end of a prompt in which the end of an empty thought is searched."""
+"""The number of last tokens of a prompt that are searched for the end of empty reasoning."""
 
 
 class Thought(NamedTuple):
-    """Reasoning that comes before the content of a turn.
+    """The texts around the reasoning before the content of a turn.
 
     Attributes:
-        opening: the text that opens it; "": the prompt has opened it.
-        closing: the text that closes it.
-        space: white space that may follow, and that is not part of the content.
+        opening: the text that opens the reasoning, or "" if the prompt has opened it.
+        closing: the text that closes the reasoning.
+        space: the white space that may follow and is not a part of the content.
     """
 
     opening: str
@@ -36,15 +36,14 @@ class Thought(NamedTuple):
 
 
 def thought_after(renderer: Renderer, prompt: list[int]) -> Thought | None:
-    """Return the reasoning that a turn may begin with.
+    """Return the markers of the reasoning with which a turn may begin, or None.
+
+    If the result has an ``opening``, the model decides whether it reasons. The result is None if
+    the turn begins with its content. This is the case if the model does not reason, if the prompt
+    has closed the reasoning, or if the prompt ends within the assistant's message.
 
     Args:
         prompt: the tokens before the turn.
-
-    Returns:
-        None if the turn begins with its content: the model does not reason, the reasoning is over,
-        or the prompt ends within the assistant's message. With an ``opening``, the model decides
-        whether it reasons.
     """
     opened = renderer.is_reasoning(prompt)
     if not opened and not renderer.begins_turn(prompt):
@@ -65,11 +64,11 @@ def thought_after(renderer: Renderer, prompt: list[int]) -> Thought | None:
 
 
 def _reads(renderer: Renderer, prompt: list[int], thought: str) -> bool:
-    """Return whether the renderer reads a text as a whole thought."""
+    """Return whether the renderer parses a text as complete reasoning."""
     said = renderer.parse(prompt, renderer.encode(f"{thought}5"), 0)
     return said.content == "5" and "Hm." in (said.reasoning_content or "")
 
 
 def _ends_with(renderer: Renderer, prompt: Sequence[int], closing: str) -> bool:
-    """Return whether a prompt ends with a thought: that of a model that shall not reason."""
+    """Return whether a prompt ends with closed reasoning, so that the model does not reason."""
     return renderer.decode(prompt[-_TAIL:]).rstrip().endswith(closing)

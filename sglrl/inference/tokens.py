@@ -31,7 +31,7 @@ def in_range(ids: bytes, vocab_size: int) -> bool:
     """Return whether ``ids`` are int32 token ids, all of them in ``[0, vocab_size)``."""
     if len(ids) % 4:
         return False
-    # As an unsigned integer, a negative id is a large number.
+    # Read the ids as unsigned integers, so that a negative id is a large number.
     tokens = np.frombuffer(ids, "<u4")
     return not len(tokens) or int(tokens.max()) < vocab_size
 
@@ -40,7 +40,8 @@ def check_ids(ids: Any, vocab_size: int) -> bytes:
     """Check token ids and return them as int32 little-endian bytes.
 
     Raises:
-        InvalidRequest: empty, not one-dimensional, not integers, or outside ``[0, vocab_size)``.
+        InvalidRequest: the ids are empty, not one-dimensional, not integers, or outside
+            ``[0, vocab_size)``.
     """
     if isinstance(ids, (list, tuple)):
         return _pack(ids, vocab_size) or _check_list(ids, vocab_size)
@@ -48,9 +49,9 @@ def check_ids(ids: Any, vocab_size: int) -> bytes:
 
 
 def _pack(ids: Sequence[Any], vocab_size: int) -> bytes | None:
-    """Pack a list of valid Python integers; return None for any other list.
+    """Pack a list of valid Python integers, or return None for any other list.
 
-    This is three times as fast as ``_check_list``, which finds the error in a list.
+    This function is three times as fast as ``_check_list``, which reports the error in a list.
     """
     try:
         msgspec.convert((ids,), _prompt_type(vocab_size))
@@ -129,7 +130,7 @@ def _out_of_range(token: int, vocab_size: int) -> InvalidRequest:
 
 
 def check_text(name: str, text: str) -> None:
-    """Raise ``InvalidRequest`` for text that cannot be encoded."""
+    """Raise ``InvalidRequest`` for text with lone surrogates, which UTF-8 cannot encode."""
     if not is_text(text):
         raise InvalidRequest(
             f"{name} holds a lone surrogate, which is not Unicode text: {text!a:.200}"
@@ -137,9 +138,9 @@ def check_text(name: str, text: str) -> None:
 
 
 def without_surrogates(value: Any) -> Any:
-    """Return a JSON value whose texts can be encoded: U+FFFD replaces each lone surrogate.
+    """Return a JSON value with U+FFFD in place of each lone surrogate, which cannot be encoded.
 
-    A value of another type is returned unchanged.
+    A value that is not JSON is returned unchanged.
     """
     try:
         text = json.dumps(value, ensure_ascii=False)
@@ -153,13 +154,14 @@ def without_surrogates(value: Any) -> Any:
 def has_words(tokenizer: Any) -> bool:
     """Return whether the tokenizer has tokens other than special tokens.
 
-    For a folder without a tokenizer, transformers (5.12) returns one that has special tokens only.
+    For a folder without a tokenizer, transformers (5.12) returns a tokenizer that has only special
+    tokens.
     """
     return len(tokenizer) > len(tokenizer.all_special_tokens)
 
 
 def is_hub_name(model: str) -> bool:
-    """Return whether a model that is not a folder may be "owner/name" on the hub."""
+    """Return whether the name of a model has the form "owner/name", as on the hub."""
     return model.count("/") == 1 and not model.startswith((".", "/", "~"))
 
 
@@ -170,8 +172,8 @@ class TokenizerBox:
     (``load_early``). Several threads may encode at the same time.
 
     Args:
-        model: folder of the tokenizer, or its name on the hub.
-        trust: run the tokenizer's own code, if its folder has some.
+        model: the folder of the tokenizer, or its name on the hub.
+        trust: whether to run Python code from the tokenizer's folder.
     """
 
     def __init__(self, model: str, trust: bool = False) -> None:
@@ -180,15 +182,15 @@ class TokenizerBox:
         self.fake = False
         """Whether the engine is the fake engine. Its model may be a name without a tokenizer."""
         self.shown = False
-        """Whether slow loading is shown on stderr, and not only logged."""
+        """Whether slow loading is shown on stderr instead of logged."""
         self._tokenizer: Any = None
         self._roles: dict[Any, Roles] = {}
-        """The entries by chat template. The key None stands for the model's own template."""
+        """The results by chat template. The key None stands for the model's own template."""
         self._shows_tools: set[Any] = set()
-        """The chat templates that have written tools; None: the model's own."""
+        """The chat templates that have written tools. None stands for the model's own template."""
         self._lock = threading.Lock()
         self._waiting: list[Callable[[Exception | None], None]] = []
-        """Called when the thread that loads the tokenizer ends."""
+        """The callbacks for the end of the thread that loads the tokenizer."""
         self._waiting_lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[TokenizerBox], tuple[str]]:
@@ -200,7 +202,7 @@ class TokenizerBox:
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer. Raises ``InvalidRequest`` when the model has no usable one."""
+        """The tokenizer. Raises ``InvalidRequest`` if the model has no usable tokenizer."""
         if self._tokenizer is None:
             with self._lock:
                 if self._tokenizer is None:
@@ -212,11 +214,11 @@ class TokenizerBox:
         return self._tokenizer is not None
 
     def load_early(self) -> None:
-        """Load the tokenizer in a thread. An error is raised when the tokenizer is used."""
+        """Load the tokenizer in a thread. The first use of the tokenizer raises any error."""
         self.load_in_thread(lambda error: None)
 
     def load_in_thread(self, finish: Callable[[Exception | None], None]) -> None:
-        """Load the tokenizer in a thread, which does not delay the exit of the program.
+        """Load the tokenizer in a daemon thread, which does not delay the exit of the program.
 
         Args:
             finish: called in the thread with the error, or None when the tokenizer is loaded.
@@ -252,8 +254,8 @@ class TokenizerBox:
                 f"{self.model!r} is neither a folder nor 'owner/name' on the hub, so the fake "
                 "engine has no tokenizer; use input_ids"
             )
-        # In a notebook without ipywidgets, tqdm warns when transformers imports it. The warning is
-        # of no use here, and would break the line that shows the start.
+        # In a notebook without ipywidgets, tqdm warns when transformers imports it. The warning
+        # would break the line that shows the progress of the start.
         warnings.filterwarnings("ignore", message="IProgress not found")
         try:
             from transformers import AutoTokenizer
@@ -284,11 +286,12 @@ class TokenizerBox:
 
         Args:
             template: further arguments of the template (``tools``, ``enable_thinking``, ...). With
-                ``continue_final_message`` the text ends in the last message, the assistant's.
+                ``continue_final_message``, the text ends within the last message, which must be a
+                message of the assistant.
 
         Raises:
-            InvalidRequest: there is no chat template, it rejects the messages, or it leaves the
-                messages of a role out.
+            InvalidRequest: there is no chat template, or the template rejects the messages or omits
+                the messages of a role.
         """
         text = self._render(messages, template)
         self.check_roles(messages, template)
@@ -338,7 +341,7 @@ class TokenizerBox:
         """Render each conversation and return its token ids.
 
         Raises:
-            InvalidRequest: as ``render``, or the chat template does not write the tools.
+            InvalidRequest: see ``render``, or the chat template does not write the tools.
         """
         texts = [self.render(c, template) for c in conversations]
         if template and template.get("tools"):
@@ -346,7 +349,7 @@ class TokenizerBox:
         return self.encode_rendered(texts)
 
     def _check_tools(self, messages: Any, template: Mapping[str, Any], text: str) -> None:
-        """Check that the chat template writes tools, until it has written some.
+        """Check that the chat template writes tools, unless it has written tools before.
 
         Args:
             text: the rendered messages.
@@ -358,7 +361,7 @@ class TokenizerBox:
         try:
             shows = self._render(messages, options) != text
         except InvalidRequest:
-            # The template needs tools.
+            # The template rejects messages without tools, so it uses the tools.
             shows = True
         if not shows:
             raise InvalidRequest("the chat template of this model shows no tools: omit tools")

@@ -1,9 +1,9 @@
 """The grammar of a turn that must call a tool: ``tool_choice``.
 
-The grammar is made of an example. The renderer writes a turn that calls a tool. In its text, the
-name of the tool is replaced by those of the given tools, and the arguments by the JSON schema of
-each. The result is a part of a structural tag
-(https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html). See ``turn_grammar`` for the reasoning
+The grammar is made from an example turn with a tool call, which the renderer writes. The name in
+the example is replaced by the name of each given tool, and the arguments by the grammar of the
+tool's JSON schema. The result is a part of a structural tag
+(https://xgrammar.mlc.ai/docs/tutorials/structural_tag.html). ``turn_grammar`` adds the reasoning
 before the calls.
 """
 
@@ -24,10 +24,12 @@ ToolChoice: TypeAlias = str | Mapping[str, Any]
 
 
 def chosen_tool(choice: ToolChoice, tools: Sequence[Any] | None) -> str | None:
-    """Return the name of the tool that must be called; "": any of them; None: none needs to be.
+    """Return the name of the tool that must be called.
+
+    The result is "" if the model may choose the tool, and None if it need not call a tool.
 
     Raises:
-        InvalidRequest: the choice is none of those of ``ToolChoice``, or there is no such tool.
+        InvalidRequest: the choice is not a ``ToolChoice``, or there is no tool of this name.
     """
     if isinstance(choice, str) and choice in ("auto", "required"):
         if choice == "required" and not tools:
@@ -61,7 +63,7 @@ def calls_format(renderer: Renderer, choice: ToolChoice) -> Format:
     A chosen tool is called once. "required" allows several calls if the model's format does.
 
     Raises:
-        InvalidRequest: as ``chosen_tool``, or XGrammar cannot describe the calls of this model.
+        InvalidRequest: see ``chosen_tool``, or XGrammar cannot describe the calls of this model.
     """
     chosen = chosen_tool(choice, renderer.tools)
     style = renderer.call_style
@@ -71,8 +73,8 @@ def calls_format(renderer: Renderer, choice: ToolChoice) -> Format:
             "calls has no grammar"
         )
     tokens = renderer.added_tokens
-    # Text of an argument that looks like a token of a call would end the call. Parsers of calls
-    # without special tokens look for other tokens.
+    # An argument with the text of a token of the call would end the call, so exclude these texts.
+    # If calls have no special tokens, exclude all, because their parsers search for other tokens.
     markers = [token for token in tokens if token in style.call] or [*tokens]
     calls = [
         sequence(
@@ -94,6 +96,6 @@ def calls_format(renderer: Renderer, choice: ToolChoice) -> Format:
 
 
 def calls_are_marked(renderer: Renderer) -> bool:
-    """Return whether a special token begins each call, so that no content looks like a call."""
+    """Return whether calls begin with a special token, so that content cannot look like a call."""
     style = renderer.call_style
     return style is None or style.begin.startswith(tuple(renderer.added_tokens))

@@ -1,4 +1,4 @@
-"""The schemas of the tools that a caller gives: mappings, or made of functions."""
+"""Get the schemas of tools, which callers give as schemas or as Python functions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ def checked_tools(tools: Any) -> list[Any]:
     """Return the tools as a list.
 
     Raises:
-        InvalidRequest: it is not a list of schemas and functions. The error names the element.
+        InvalidRequest: ``tools`` is not a list of schemas and functions. The error states the index
+            of the wrong element.
     """
     if isinstance(tools, (str, Mapping)) or not isinstance(tools, Iterable):
         raise InvalidRequest(
@@ -31,10 +32,10 @@ def checked_tools(tools: Any) -> list[Any]:
 
 
 def schemas(tools: Any) -> list[Any]:
-    """Return the schema of each tool. That of a function is made of its hints and docstring.
+    """Return the schema of each tool. Functions get a schema from their hints and docstrings.
 
     Raises:
-        InvalidRequest: a function lacks them, or as ``checked_tools``.
+        InvalidRequest: a function has no usable hints or docstring; see also ``checked_tools``.
     """
     return [_schema(tool, at) for at, tool in enumerate(checked_tools(tools))]
 
@@ -47,7 +48,7 @@ def _schema(tool: Any, at: int) -> Any:
     try:
         return get_json_schema(tool)
     except Exception as error:
-        # It reads hints and docstrings of any form.
+        # transformers reads hints and docstrings of any form, and may raise any exception.
         raise InvalidRequest(
             f"tools[{at}] has no schema, because a schema is made of the hints and the docstring "
             f"of a function: {str(error) or repr(error)}"

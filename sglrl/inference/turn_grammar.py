@@ -1,10 +1,10 @@
-"""The grammar of an assistant's turn: its reasoning, then calls of tools or the given grammar.
+"""The grammar of an assistant's turn: its reasoning, then tool calls or the given grammar.
 
-The reasoning is free text. The grammar that a caller gives begins where the renderer reads the
-first token of the content, in all APIs.
+The reasoning is free text. In all APIs, the grammar that a caller gives begins at the token that
+the renderer reads as the first token of the content.
 
-With ``parallel_tool_calls=False``, the token that ends the first call of a tool also ends the turn.
-No sampled token is changed or removed.
+With ``parallel_tool_calls=False``, the token that ends the first tool call is a stop token. So the
+turn ends there, and no sampled token is changed or removed.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ async def turn_grammar(
     renderers: Sequence[Renderer | None],
     prompts: Sequence[bytes],
 ) -> Prepared:
-    """Return sampling values with the grammar of whole turns.
+    """Return sampling values with a grammar for whole turns.
 
     * The reasoning of the turns is free text.
-    * With another ``choice`` than "auto", the turns only call tools. A model whose turns begin with
-      reasoning then always reasons. With a given grammar, it decides.
-    * A ``json_schema`` of a conversation with tools allows the JSON, or calls.
+    * If ``choice`` is not "auto", the turns consist of reasoning and tool calls. A model whose
+      format has reasoning then always reasons. With a given grammar, the model decides.
+    * In a conversation with tools, a ``json_schema`` allows either the JSON or tool calls.
     * A ``regex``, ``ebnf`` or ``structural_tag`` that contains a token of the model's format for
-      reasoning or calls is used as it is: it describes a whole turn.
+      reasoning or calls is used unchanged, because it describes a whole turn.
 
     Args:
-        renderers: of the conversations, which have the same tools and the same template.
-        prompts: of the same conversations, int32 bytes.
+        renderers: the renderers of the conversations, which have the same tools and template.
+        prompts: the prompts of the same conversations, int32 bytes.
 
     Raises:
         InvalidRequest: the grammar cannot be combined with ``choice``, with the format of the
@@ -59,7 +59,7 @@ async def turn_grammar(
     known = [renderer for renderer in renderers if renderer is not None]
     if not known or len(known) < len(renderers):
         if choice == "auto":
-            # No one reads reasoning or calls from these turns.
+            # Reasoning and calls are not parsed from these turns, so use the grammar unchanged.
             return prepared
         raise InvalidRequest(
             "tool_choice needs a model whose format for calls of tools is known, and no renderer "
@@ -86,10 +86,10 @@ async def turn_grammar(
 def turn_format(
     renderer: Renderer, prompt: list[int], choice: ToolChoice, params: SamplingParams
 ) -> Format | None:
-    """Return the format of a turn after a prompt. None: the given grammar as it is.
+    """Return the format of a turn after a prompt, or None to use the given grammar unchanged.
 
     Raises:
-        InvalidRequest: as ``turn_grammar``.
+        InvalidRequest: see ``turn_grammar``.
     """
     if choice != "auto":
         content = calls_format(renderer, choice)
@@ -120,7 +120,7 @@ def turn_format(
 
 
 def given_format(params: SamplingParams) -> Format:
-    """Return the format of a given grammar."""
+    """Return the format of the grammar that is given in sampling parameters."""
     (name,) = params.grammars
     value = getattr(params, name)
     if name == "regex":
@@ -145,7 +145,7 @@ def _thought_format(renderer: Renderer, thought: Thought) -> list[Format]:
     tokens = renderer.added_tokens
     if thought.closing in tokens:
         closing: Format = {"type": "token", "token": tokens[thought.closing]}
-        # Some parsers read a call within the reasoning, so no call begins there.
+        # Exclude the tokens of calls, because some parsers would read a call within the reasoning.
         calls = (renderer.example(1) or "").rpartition(thought.closing)[2]
         marks = {id_ for token, id_ in tokens.items() if token in calls}
         without = sorted({*marks, tokens[thought.closing], *renderer.end_tokens})
@@ -167,7 +167,8 @@ async def stop_after_call(
     """Return sampling values with which a turn ends after its first call.
 
     Args:
-        renderer: of the conversation. None: its calls are not parsed, so there are none.
+        renderer: the renderer of the conversation. Without a renderer no calls are parsed, so the
+            values are returned unchanged.
 
     Raises:
         InvalidRequest: no token ends a call in the format of the model.
@@ -182,10 +183,10 @@ async def stop_after_call(
 
 
 def end_of_call(renderer: Renderer) -> int | None:
-    """Return the token that ends a call. None: a turn has one call at most.
+    """Return the token that ends a call, or None if a turn has at most one call.
 
     Raises:
-        InvalidRequest: calls end without a token of their own.
+        InvalidRequest: the format has no token that only ends calls.
     """
     one, two = renderer.example(1), renderer.example(2)
     if one is None or two is None or two.count("add") < 2:
@@ -196,7 +197,7 @@ def end_of_call(renderer: Renderer) -> int | None:
     tokens = renderer.added_tokens
     longest_first = sorted(tokens, key=len, reverse=True)
     marks = re.findall("|".join(map(re.escape, longest_first)), call) if tokens else []
-    # Within a call, other tokens may separate its arguments.
+    # The last token must not also separate the arguments, or stand before the last argument.
     if not marks or marks.count(marks[-1]) > 1 or "2" in call[call.rfind(marks[-1]) :]:
         raise InvalidRequest(
             f"parallel_tool_calls=false is not possible with the renderer {renderer.name!r}: no "
