@@ -90,7 +90,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
 
             * "raw_logprobs": the softmax of the model's logits, as ``Client.score`` returns it.
             * "scaled_logprobs": the same after penalties, ``logit_bias``, grammar,
-              ``logit_processor`` and temperature. With temperature 0, that of temperature 1.
+              ``logit_processor`` and temperature. Temperature 0 counts as 1.
             * "processed_logprobs": the distribution that the token was drawn from: also after
               top-k, top-p and min-p, and normalized again. With temperature 0, all logprobs are 0.
         return_sampling_mask: return the tokens that could be drawn (``Completion.sampling_mask``).

@@ -25,7 +25,7 @@ FAILED: Final = "failed"
 LATE: Final = "late"
 STALE: Final = "stale"
 _OWN: Final = "sglrl."
-"""The prefix that tells the names of sglrl's errors from equal names in other packages."""
+"""A prefix for the names of sglrl's errors. Other packages may have errors of the same name."""
 
 
 class Settings(NamedTuple):

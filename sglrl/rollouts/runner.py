@@ -315,7 +315,7 @@ class Runner:
             self.failures.log_too_slow(self.plan.too_slow.popleft(), self.plan)
 
     def _give_up(self, samples: Iterable[core.Sample]) -> None:
-        """Cancel those of the samples that run and are no longer useful."""
+        """Cancel each of the samples that is running but no longer useful."""
         for sample in samples:
             if sample.state is core.RUNNING and self.plan.is_stale(
                 sample, self.host.oldest_versions(sample)

@@ -12,7 +12,7 @@ from typing import BinaryIO
 
 @contextmanager
 def new_content(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Return a file whose content replaces that of ``path`` when the block ends.
+    """Return a new file that replaces the file ``path`` when the block ends.
 
     The new content is written to a temporary file in the same folder. The file is renamed when its
     content is on disk. If the block raises, or the process is killed, ``path`` does not change.

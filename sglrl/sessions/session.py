@@ -68,7 +68,7 @@ class Session:
         self.address: tuple[str, str] | None = None
         """The URL and the API key with which HTTP requests select this session."""
         self._beginning: list[Message] | None = None
-        """The first messages of a conversation begun by ``rewrite``; None: those of the spec."""
+        """The messages with which ``rewrite`` has begun a new conversation, or None."""
         self._pending: list[Observation] = []
         """The observations after the last turn."""
         self._taken = 0

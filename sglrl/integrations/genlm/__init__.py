@@ -4,8 +4,8 @@ The class has the interface of genlm-backend's ``AsyncLM``. If genlm-backend is 
 is a subclass of ``AsyncLM``. It needs neither genlm-backend nor the versions of SGLang and
 transformers that genlm-backend requires.
 
-A query goes from its caller's event loop to the client's (``queries``), and its result goes back
-(``deliveries``). Both may be the same loop.
+``queries`` sends a query from its caller's event loop to the client's event loop, and
+``deliveries`` sends the result back. Both may be the same loop.
 """
 
 from .model import AsyncSGLTransformer, Token, load_model_by_name

@@ -1,4 +1,4 @@
-"""Resolve the futures of callers, each on its own event loop."""
+"""Deliver the results of queries: resolve the futures of callers on their own event loops."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Outcome: TypeAlias = torch.Tensor | SglrlError | None
 """The result of a query, its error, or None for a cancelled query."""
 
 _AT_ONCE = 32
-"""Maximum number of tasks woken in one iteration of an event loop. Other tasks of the loop run in
-between."""
+"""The maximum number of futures that are resolved in one iteration of an event loop. So other tasks
+of the loop are not delayed for long."""
 
 
 class Waiter(NamedTuple):
@@ -31,13 +31,13 @@ class Deliveries:
     def __init__(self, engine_loop: asyncio.AbstractEventLoop) -> None:
         self._engine_loop = engine_loop
         self._ready: dict[asyncio.AbstractEventLoop, list[tuple[Any, Outcome]]] = {}
-        """Futures and outcomes of the engine loop's current tick."""
-        # By loop. Only the loop's own thread uses its entry.
+        """For each loop, the futures and outcomes of the engine loop's current tick."""
         self._arrived: dict[asyncio.AbstractEventLoop, deque[tuple[Any, Outcome]]] = {}
-        """Futures and outcomes that wait for an iteration of the loop."""
+        """For each loop, the futures and outcomes that wait for its next iterations. Only the
+        thread of the loop uses the entry."""
 
     def add(self, waiter: Waiter, outcome: Outcome) -> None:
-        """Deliver an outcome, together with all others of this tick. Runs on the engine's loop."""
+        """Deliver an outcome together with the others of this tick. Runs on the engine's loop."""
         loop, future = waiter
         if loop is None:
             _resolve(future, outcome)
@@ -69,7 +69,7 @@ class Deliveries:
         arrived = self._arrived.get(loop)
         if arrived is None:
             arrived = self._arrived[loop] = deque()
-            # Not at once: `_wake` may have run in this iteration already.
+            # Do not call `_wake` directly, because it may have run in this iteration already.
             loop.call_soon(self._wake, loop)
         arrived.extend(outcomes)
 

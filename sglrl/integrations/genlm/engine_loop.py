@@ -1,4 +1,4 @@
-"""The client's event loop, for callers on other threads and loops."""
+"""Run work on the client's event loop, for callers on other threads and loops."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ...errors import Closed, DeadlineExceeded, UsageError
 _T = TypeVar("_T")
 
 _PATIENCE = 30.0
-"""Seconds to wait for the loop to run a callback."""
+"""The maximum number of seconds to wait until the loop runs a callback."""
 
 
 class EngineLoop:
-    """The event loop of the client that asks the engine. Any thread may use this object."""
+    """The event loop of the client that runs the queries. Any thread may use this object."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop
@@ -29,7 +29,7 @@ class EngineLoop:
             return False
 
     def check_not_here(self) -> None:
-        """Check that the caller may block until this loop has done something.
+        """Check that the caller may block while it waits for this loop.
 
         Raises:
             UsageError: the caller runs on this loop.

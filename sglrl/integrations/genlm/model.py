@@ -33,14 +33,14 @@ else:
 _T = TypeVar("_T")
 
 _LARGE = 1 << 17
-"""Number of elements from which work on tensors runs in a thread, not on the event loop."""
+"""Work on tensors of at least this number of elements runs in a thread, not on the event loop."""
 
 _SWITCH_SECONDS = 1e-3
-"""Switch interval of Python's threads."""
+"""The switch interval of Python's threads in seconds."""
 
 
 class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
-    """An ``AsyncLM`` on a pool of SGLang workers.
+    """An ``AsyncLM`` that runs its queries on a pool of SGLang workers.
 
     Any number of event loops and threads may use it. Result tensors are float32 on the CPU. Callers
     with the same query share a tensor and must not change it.
@@ -52,19 +52,20 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
     Attributes:
         client: the client that runs the queries.
         tokenizer: the model's Hugging Face tokenizer.
-        byte_vocab: ``Token`` by id: the bytes of each token.
-        str_vocab: the text of each token, by id. If the bytes are not UTF-8, the tokenizer's name
-            of the token.
-        cache: results without adapters by token ids, as int32 bytes; None without ``cache_size``.
+        byte_vocab: the ``Token`` of each id, which has the bytes of the token.
+        str_vocab: the text of each token by id, or the tokenizer's name of the token if its bytes
+            are not UTF-8.
+        cache: the results of queries without adapters, by token ids as int32 bytes. None without
+            ``cache_size``.
 
     Args:
         client: a running ``sglrl.Client`` or ``BlockingClient``. The caller keeps ownership.
-        cache_size: maximum number of cached results. The least recently used results are dropped
-            first. A weight update and ``close`` empty the cache. 0 or less: no cache, as in
+        cache_size: the maximum number of cached results. The least recently used results are
+            dropped first. A weight update and ``close`` empty the cache. 0 or less: no cache, as in
             genlm's class.
         cache_opts: accepted as in genlm's class. It has no effect, because results are on the CPU.
-        top_k: send only the ``top_k`` likeliest tokens. All other tokens are -inf.
-        timeout: time limit of a query in seconds. None: the client's.
+        top_k: return logprobs of only this number of most likely tokens. Other tokens have -inf.
+        timeout: the time limit of a query in seconds. None: the client's timeout.
     """
 
     def __init__(
@@ -97,8 +98,8 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         self._loop = EngineLoop(loop)
         self._queries = Queries(self._engine, self._loop, self._keep, top_k, timeout)
         self._engine.pool.weights.on_version.add(self._on_version)
-        # Otherwise Python's collector repeatedly scans the objects of torch and transformers and
-        # these vocabularies. Each scan stops all threads for a third of a second.
+        # Exclude the objects of torch, transformers and these vocabularies from garbage collection.
+        # Otherwise each scan of them stops all threads for a third of a second.
         gc.collect()
         gc.freeze()
         # The client's thread works for the callers' loops. With the default interval, it holds the
@@ -116,9 +117,10 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         """Start an engine for this model. ``close`` shuts the engine down.
 
         Args:
-            engine_opts: arguments of ``sglrl.launch``, including fields of SGLang's ``ServerArgs``.
+            engine_opts: the arguments of ``sglrl.launch``, including fields of SGLang's
+                ``ServerArgs``.
             gpu_id: the GPU that the engine runs on.
-            **kwargs: arguments of the class.
+            **kwargs: the arguments of the class.
 
         Raises:
             TypeError: an argument in ``kwargs`` is unknown. Nothing was started.
@@ -126,7 +128,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         """
         inspect.signature(cls).bind(None, **kwargs)
         options = dict(engine_opts or {})
-        # genlm's users pass this option. Here every worker sets it itself.
+        # genlm's users pass this option, but every worker of sglrl sets it itself.
         options.pop("skip_tokenizer_init", None)
         if gpu_id:
             options.setdefault("gpus", [gpu_id])
@@ -162,7 +164,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
     async def next_token_logprobs(
         self, token_ids: Sequence[int], lora_name: str | None = None
     ) -> torch.Tensor:
-        """Return the log-probabilities of the next token after these: float32 [v].
+        """Return the log-probabilities of the next token after ``token_ids``, float32 [v].
 
         Raises:
             ValueError: ``token_ids`` is empty.
@@ -177,7 +179,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
     async def batch_next_token_logprobs(
         self, token_ids_list: Iterable[Sequence[int]], lora_name: str | None = None
     ) -> torch.Tensor:
-        """``next_token_logprobs`` for n prompts: float32 [n, v], also for n = 0."""
+        """Run ``next_token_logprobs`` for n prompts. Return float32 [n, v], also for n = 0."""
         # Check all prompts before the first query is submitted.
         keys = [self._key(token_ids, lora_name) for token_ids in token_ids_list]
         answers = [self._ask(key) for key in keys]
@@ -189,13 +191,13 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
     def next_token_logprobs_sync(
         self, token_ids: Sequence[int], lora_name: str | None = None
     ) -> torch.Tensor:
-        """``next_token_logprobs``, but blocks the calling thread."""
+        """Run ``next_token_logprobs`` and block the calling thread."""
         return self._wait([token_ids], lora_name)[0]
 
     def batch_next_token_logprobs_sync(
         self, token_ids_list: Iterable[Sequence[int]], lora_name: str | None = None
     ) -> torch.Tensor:
-        """``batch_next_token_logprobs``, but blocks the calling thread."""
+        """Run ``batch_next_token_logprobs`` and block the calling thread."""
         return self._stack(self._wait(token_ids_list, lora_name))
 
     async def sample(
@@ -213,8 +215,8 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         ``eos_token_ids``, which is not returned.
 
         Args:
-            temperature: 0 selects the likeliest token.
-            seed: seed of the random numbers.
+            temperature: the temperature. 0 selects the most likely token.
+            seed: the seed of the random numbers, or None.
 
         Raises:
             ValueError: the temperature is negative.
@@ -233,7 +235,8 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
                 probs = torch.softmax(logprobs / temperature, dim=-1)
                 return int(torch.multinomial(probs, 1, generator=generator))
 
-            # The factor 32: drawing takes several passes, and all samples may draw in one tick.
+            # Multiply by 32, because drawing takes several passes and all samples may draw in one
+            # tick.
             token = await self._work(32 * self._vocab_size, draw)
             if token in eos_token_ids:
                 break
@@ -249,10 +252,10 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         seed: int | None = None,
         lora_name: str | None = None,
     ) -> list[list[int]]:
-        """``sample`` for several prompts at the same time.
+        """Run ``sample`` for several prompts at the same time.
 
         Args:
-            seed: seed of the first prompt. The seeds of the others are derived from it.
+            seed: the seed of the first prompt. The seeds of the other prompts are derived from it.
         """
         return await asyncio.gather(
             *(
@@ -293,7 +296,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         self._queries.reset()
 
     def _on_version(self) -> None:
-        """Forget what the old weights may have computed. Runs on the engine's loop."""
+        """Drop results that the old weights may have computed. Runs on the engine's loop."""
         self._queries.forget()
         self.clear_cache()
 
@@ -301,7 +304,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         try:
             none = not len(token_ids)
         except TypeError:
-            # Not a sequence: check_ids raises the error.
+            # The value is not a sequence, so check_ids raises the error.
             none = False
         if none:
             raise InvalidRequest("there are no token ids: at least one is needed")

@@ -23,8 +23,8 @@ from .deliveries import Deliveries, Outcome, Waiter
 from .engine_loop import EngineLoop
 
 _AT_ONCE = 32
-"""Maximum number of queries sent in one iteration of the engine's loop. Other tasks of the loop run
-in between."""
+"""The maximum number of queries that are sent in one iteration of the engine's loop. So other tasks
+of the loop are not delayed for long."""
 
 # PyTorch warns about read-only memory once per program. Trigger the warning here and hide it:
 # callers share the returned tensors and must not write to them anyway.
@@ -34,8 +34,8 @@ with warnings.catch_warnings():
 
 
 Key = bytes | tuple[bytes, str, int]
-"""A prompt's token ids, as int32 bytes. With an adapter: also its name, and a number that differs
-for each of its versions."""
+"""The token ids of a prompt as int32 bytes. With an adapter, a tuple of the token ids, the name of
+the adapter, and a number that differs for each of its versions."""
 
 
 class _Query:
@@ -66,12 +66,12 @@ class Queries:
     """The pending queries of a model.
 
     Attributes:
-        inflight: pending queries by key. Later queries with the same key join them.
-        unanswered: all pending queries, including those that no query may join.
+        inflight: the pending queries by key. Later queries with the same key join them.
+        unanswered: all pending queries, including queries that no other query may join.
 
     Args:
         engine: the client that runs the queries.
-        loop: its event loop.
+        loop: the event loop of the client.
         keep: called on ``loop`` with each prompt's token ids and its result, if the current
             weights computed it without an adapter.
         top_k: as in ``AsyncSGLTransformer``.
@@ -93,17 +93,17 @@ class Queries:
         self._timeout = timeout
         self._vocab_size = engine.info.vocab_size
         self._deliveries = Deliveries(loop.loop)
-        # By loop. Only the loop's own thread uses its entry.
         self._asked: dict[asyncio.AbstractEventLoop, list[tuple[Key, Any]]] = {}
-        """Keys and futures of the loop's current tick."""
-        # Used only on the engine's loop:
+        """For each loop, the keys and futures of its current tick. Only the thread of the loop uses
+        the entry."""
+        # The two attributes below are used only on the engine's loop.
         self.inflight: dict[Key, _Query] = {}
         self.unanswered: set[_Query] = set()
 
     # --- on the caller's thread -------------------------------------------------------------------
 
     def ask(self, key: Key) -> asyncio.Future[torch.Tensor]:
-        """Submit a query, together with all others of this tick of the running loop."""
+        """Submit a query together with the other queries of this tick of the running loop."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[torch.Tensor] = loop.create_future()
         if loop is self._loop.loop:
@@ -146,13 +146,13 @@ class Queries:
     # --- on the engine's loop ---------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Let new queries not join pending ones, which old weights may answer."""
+        """Let no new query join a pending query, which old weights may answer."""
         self.inflight.clear()
 
     def _submit(self, asked: list[tuple[Key, Waiter]], begin: int = 0) -> None:
         end = begin + _AT_ONCE
         if end < len(asked):
-            # A long batch would also keep the interpreter lock from the callers' loops.
+            # Split long batches, which would hold the interpreter lock for long.
             self._loop.loop.call_soon(self._submit, asked, end)
         for key, waiter in asked[begin:end]:
             query = self.inflight.get(key)

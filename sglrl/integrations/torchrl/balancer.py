@@ -1,7 +1,7 @@
-"""The ``LoadBalancer`` of TorchRL's ``AsyncVLLM``, for the replicas of a pool.
+"""``LoadBalancer``: TorchRL's load balancer for ``AsyncVLLM``, for the replicas of a pool.
 
-A pool routes all calls of all clients itself, before they wait at a replica. This class is for
-programs that choose the replica themselves.
+A pool already routes all calls of all clients itself. This class is for programs that choose the
+replica of each call.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class LoadBalancer:
 
     Args:
         service: an ``AsyncSGLang``. A list of actors, as for TorchRL's class, is not accepted.
-        strategy: one strategy, or several in order of preference. "prefix-aware": the same replica
-            for prompts with the same prefix, unless it is overloaded; without a prompt, the next
-            strategy applies. "requests": the fewest unfinished requests. "kv-cache": the lowest
-            use of the KV cache. "round-robin": the replicas in turn. None: "prefix-aware", then
-            "requests".
-        prefix_length: length of the prefix in tokens; for a text, in words.
+        strategy: one strategy, or several in order of preference. "prefix-aware" selects the same
+            replica for prompts with the same prefix, unless it is overloaded. Without a prompt, the
+            next strategy applies. "requests" selects the replica with the fewest unfinished
+            requests, and "kv-cache" the one with the lowest use of the KV cache. "round-robin"
+            selects the replicas in turn. None: "prefix-aware", then "requests".
+        prefix_length: the length of the prefix in tokens, or in words if the prompt is a text.
         overload_threshold: a replica is overloaded if its number of unfinished requests exceeds
             this factor times the mean.
 
@@ -104,8 +104,8 @@ class LoadBalancer:
         """Call ``client.generate`` for each input at the same time, on the selected replica.
 
         Args:
-            what: "prompt" or "input_ids".
-            arguments: more arguments of ``client.generate``.
+            what: the name of the argument that the inputs are for: "prompt" or "input_ids".
+            arguments: the other arguments of ``client.generate``.
         """
         client = self._service.client
         workers = self.select_actors(inputs)
@@ -191,7 +191,7 @@ def _with_seed(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _lowest(workers: Iterable[int], load: Callable[[int], tuple[float, ...]]) -> int:
-    """Return a worker of the lowest load, at random if there are several."""
+    """Return the worker with the lowest load. If several have it, select one at random."""
     loads = {worker: load(worker) for worker in workers}
     lowest = min(loads.values())
     return random.choice([worker for worker, one in loads.items() if one == lowest])

@@ -1,4 +1,4 @@
-"""The environment variables of TorchRL's SGLang classes: ``TORCHRL_SGLANG_*``."""
+"""Read ``TORCHRL_SGLANG_*``, the environment variables of TorchRL's SGLang classes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ logger = logging.getLogger("sglrl.integrations.torchrl")
 
 PauseMode = Literal["abort", "retract", "in_place"]
 INFLIGHT: Final = {"abort": "abort", "retract": "retract", "in_place": "continue"}
-"""``inflight=`` of ``Client.update_weights`` for each pause mode."""
+"""The value of ``inflight`` in ``Client.update_weights`` for each pause mode."""
 
 _PAUSE_MODE: Final = "TORCHRL_SGLANG_PAUSE_GENERATION_MODE"
 _WITHOUT_EFFECT: Final = {
@@ -22,14 +22,14 @@ _WITHOUT_EFFECT: Final = {
         "cached prefixes belong to a policy version, so an update needs no flush"
     ),
 }
-"""Variables without a counterpart here, and the reason."""
+"""The variables that have no effect in sglrl, each with the reason."""
 
 
 def pause_mode() -> PauseMode:
     """Return ``$TORCHRL_SGLANG_PAUSE_GENERATION_MODE``, or "retract" if it is not set.
 
     Raises:
-        UsageError: its value is not a pause mode.
+        UsageError: the value of the variable is not a pause mode.
     """
     mode = torchrl_environment().get(_PAUSE_MODE, "retract")
     if mode not in INFLIGHT:

@@ -20,9 +20,9 @@ class _Latest(msgspec.Struct):
     """The content of the file ``latest``.
 
     Attributes:
-        number: number of the last update; 0: no update.
-        tensors: by tensor name, the number of the update that contains the current value.
-        series: id of the numbering. It changes when the folder is created anew.
+        number: the number of the last update, or 0 without updates.
+        tensors: for each tensor name, the number of the update that contains the current value.
+        series: the id of the series of updates. It changes when the folder is created again.
     """
 
     number: int
@@ -46,12 +46,12 @@ class FolderTransport:
         self.folder = Path(folder)
         self.num_threads = num_threads
         self.read = 0
-        """Number of the last update that this object received."""
+        """The number of the last update that this object has received."""
         self._series = ""
-        """Series of that update."""
+        """The series of the last update that this object has received."""
 
     def init_all_workers_group(self, model_metadata: Metadata | None = None) -> None:
-        """Do nothing: this transport has no group."""
+        """Do nothing, because this transport has no group."""
 
     def send_weights(
         self, model_id: str, weights: Any, *, partial: bool = False, version: int | None = None
@@ -79,7 +79,7 @@ class FolderTransport:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> Any:
-        """Return the tensors updated since the last call, by flat name; None: no update."""
+        """Return the tensors that were updated since the last call by flat name, or None."""
         latest = self._latest()
         while (latest.series, latest.number) != (self._series, self.read):
             if latest.series != self._series:
@@ -94,7 +94,7 @@ class FolderTransport:
                     name: folders[n][name] for name, n in latest.tensors.items() if n in since
                 }
             except (OSError, RuntimeError):
-                # Two updates were written meanwhile, so a new file refers to other folders.
+                # The folders are gone, because two updates were written meanwhile. Read again.
                 again = self._latest()
                 if again.number == latest.number:
                     raise
@@ -114,4 +114,4 @@ class FolderTransport:
         return True
 
     def shutdown(self) -> None:
-        """Do nothing: no resource is open."""
+        """Do nothing, because no resource is open."""

@@ -9,8 +9,8 @@ from ...errors import InvalidRequest
 from ...inference.sampling import ALIASES, SamplingParams, from_kwargs
 
 _CALL_ARGUMENTS: Final[tuple[str, ...]] = ("timeout", "priority", "worker", "lora")
-"""Arguments of ``client.generate`` that ``generate_kwargs`` and the keyword arguments of a call may
-contain."""
+"""The arguments of ``client.generate`` that ``generate_kwargs`` and the keyword arguments of a call
+may contain."""
 _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "do_sample": (True, False),
     "num_beams": (1,),
@@ -23,8 +23,8 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "stream": (False,),
     "logprob_start_len": (-1,),
 }
-"""Neutral values of TorchRL's, vLLM's and SGLang's arguments without a counterpart in sglrl. These
-values are ignored."""
+"""The values that are ignored for arguments of TorchRL, vLLM and SGLang that sglrl does not have.
+These values do not change the result."""
 _INSTEAD: Final = {
     "allowed_token_ids": "give logit_bias, or a regex or grammar",
     "bad_words": "give logit_bias with -inf for the tokens that begin them",
@@ -38,11 +38,10 @@ _INSTEAD: Final = {
     "watermark": "newer versions of SGLang alone have it",
     "guided_options_request": "give json_schema, regex, ebnf or structural_tag",
 }
-"""Unsupported arguments: the replacement, or the reason."""
+"""The unsupported arguments, each with its replacement or the reason."""
 _WITHOUT_EFFECT: Final = (
-    # Completions decode their text on access. SGLang's tokenizers ignore
-    # spaces_between_special_tokens. The reporting interval of the engine and a progress bar change
-    # no result.
+    # These arguments change no result: completions decode their text on access, SGLang's tokenizers
+    # ignore spaces_between_special_tokens, and the others concern the output of progress.
     "detokenize",
     "spaces_between_special_tokens",
     "stream_interval",
@@ -97,7 +96,7 @@ def _adapter(request: Any) -> str:
     """Return the name of the adapter of vLLM's ``LoRARequest``. Its path is not used.
 
     Raises:
-        InvalidRequest: it has no name.
+        InvalidRequest: the request has no name.
     """
     name = request if isinstance(request, str) else getattr(request, "lora_name", None)
     if not isinstance(name, str):

@@ -1,4 +1,4 @@
-"""Read the inputs of a wrapper: conversations, texts or token ids become token ids."""
+"""Read the inputs of ``SGLangWrapper``: convert conversations, texts or token ids to token ids."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class InputReader(msgspec.Struct, frozen=True, kw_only=True):
     """Converts tensordicts without batch dimensions to samples without results.
 
     Attributes:
-        pad_ends_texts: the padding token is also an end-of-text token.
+        pad_ends_texts: whether the padding token is also an end-of-text token.
 
-    The other attributes are those of ``SGLangWrapper``.
+    The other attributes have the same meaning as in ``SGLangWrapper``.
     """
 
     input_mode: str
@@ -118,8 +118,7 @@ class InputReader(msgspec.Struct, frozen=True, kw_only=True):
                 mask = mask[tokens.bool().cpu()]
                 if known is not None and known.shape == tokens.shape:
                     known = known[tokens.bool()]
-            # A mask of different tokens does not apply. For example, the text may lack the end
-            # token.
+            # Ignore a mask that is for other tokens. For example, the text may lack the end token.
             fits = mask is not None and mask.shape == (len(ids),)
             masks.append(mask if fits and (known is None or known.tolist() == ids) else None)
         return [
@@ -190,7 +189,7 @@ def _tensor(ids: Any) -> torch.Tensor:
 def unpad(
     rows: Sequence[Any], masks: Sequence[torch.Tensor] | None, pad: int, pad_is_end: bool
 ) -> list[torch.Tensor]:
-    """Return bool [length] for every row of token ids [length]: False at padding.
+    """Return a mask, bool [length], for every row of token ids. The mask is False at padding.
 
     Given masks are returned unchanged, as bool on the CPU. Without masks, padding is the run of
     ``pad`` at either end. Tokens in between never count as padding.
@@ -200,9 +199,9 @@ def unpad(
     kept as text.
 
     Args:
-        masks: attention masks of the rows, or None.
-        pad: id of the padding token.
-        pad_is_end: the padding token also ends texts.
+        masks: the attention masks of the rows, or None.
+        pad: the id of the padding token.
+        pad_is_end: whether the padding token also ends texts.
     """
     if masks is not None:
         return [mask.detach().bool().cpu() for mask in masks]

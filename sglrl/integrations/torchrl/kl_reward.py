@@ -1,4 +1,4 @@
-"""TorchRL's ``KLRewardTransform``, also for results without padding."""
+"""A ``KLRewardTransform`` of TorchRL that also supports results without padding."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ def _reject_ray(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 class KLRewardTransform(TorchRLKLRewardTransform):  # type: ignore[misc]
-    """TorchRL's transform, which fails for ``pad_output=False`` and responses of several lengths.
+    """TorchRL's transform, extended to responses of several lengths with ``pad_output=False``.
 
-    TorchRL 0.14 stacks the assistant masks of the results. Without these masks, it takes the tokens
-    after the prompt, which are the same for a generated response.
+    TorchRL 0.14 fails for these, because it stacks the assistant masks of the results. Without
+    these masks, it takes the tokens after the prompt, which are the same for a generated response.
 
-    Arguments and results are TorchRL's, except ``use_ray_service=True``, which is a ``UsageError``.
+    Arguments and results are the same as in TorchRL, except that ``use_ray_service=True`` raises
+    ``UsageError``.
     """
 
     _RayServiceClass = _reject_ray

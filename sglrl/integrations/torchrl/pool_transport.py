@@ -15,7 +15,7 @@ from .tensor_names import Metadata, fitted, flat
 
 
 class Settings(Protocol):
-    """The attributes of ``SGLangWeightSyncScheme`` that concern a pool; see there."""
+    """The attributes of ``SGLangWeightSyncScheme`` that concern a pool."""
 
     server_url: Any
     device: torch.device | str | int | None
@@ -29,16 +29,16 @@ class Settings(Protocol):
 class SGLangCollectiveTransport:
     """Sends weights directly into the replicas' memory, over NCCL (gloo on CPU).
 
-    ``SGLangWeightSyncScheme.create_transport`` makes it.
+    ``SGLangWeightSyncScheme.create_transport`` makes this object.
 
     Args:
-        rank: rank of this process among the trainer's. Only rank 0 may send.
-        world_size: accepted, but not used: the pool knows the number of GPUs.
+        rank: the rank of this process among the trainer's processes. Only rank 0 may send.
+        world_size: accepted, but not used, because the pool has the number of GPUs.
 
-    The other arguments are those of ``SGLangWeightSyncScheme``. ``device=None`` is GPU 0.
+    The other arguments are the same as for ``SGLangWeightSyncScheme``. ``device=None`` is GPU 0.
 
     Raises:
-        ValueError: as for ``SGLangWeightSyncScheme``.
+        ValueError: an argument is invalid, see ``SGLangWeightSyncScheme``.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class SGLangCollectiveTransport:
         """Connect to the pool.
 
         Args:
-            model_metadata: name -> (dtype, shape) of the tensors that will be sent. They are
-                checked now.
+            model_metadata: the dtype and shape, by name, of the tensors that will be sent. This
+                method checks them.
 
         Raises:
             RuntimeError: this process is not rank 0.
@@ -146,7 +146,7 @@ def check_pause(mode: PauseMode | None, flush_cache_on_update: bool | None) -> N
     """Check a pause mode.
 
     Raises:
-        ValueError: it is not a pause mode, or TorchRL's transport cannot flush with it.
+        ValueError: ``mode`` is not a pause mode, or TorchRL's transport cannot flush with it.
     """
     if mode is not None and mode not in INFLIGHT:
         raise ValueError(f"pause_mode must be one of {set(INFLIGHT)}, got {mode!r}")
@@ -171,8 +171,8 @@ def update_pool(
     """Make weights live on all replicas.
 
     Args:
-        known: names of the engine's tensors.
-        options: more arguments of ``client.update_weights``.
+        known: the names of the engine's tensors.
+        options: other arguments of ``client.update_weights``.
     """
     return client.update_weights(
         fitted(flat(weights), known),
@@ -185,7 +185,7 @@ def update_pool(
 
 
 def _gpu(device: torch.device | str | int | None) -> torch.device | str | int:
-    """Return the index of a GPU, and any other device unchanged."""
+    """Return the index of the GPU if the device is a GPU, or any other device unchanged."""
     if device is None or str(device) == "cuda":
         return 0
     kind, _, index = str(device).partition(":")

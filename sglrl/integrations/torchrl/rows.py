@@ -30,7 +30,7 @@ from torchrl.modules.llm.policies.common import ChatHistory, LogProbs, Masks, Te
 
 
 class Keys(NamedTuple):
-    """The key of each container. None: the container is not made."""
+    """The key of each container, or None if the container is not made."""
 
     text: Any
     tokens: Any
@@ -43,10 +43,10 @@ class Sample(NamedTuple):
     """One prompt with one response, or one scored sequence.
 
     Attributes:
-        ids: int64 [length], of the prompt or of the whole scored sequence.
-        response: int64 [t]; None for a scored sequence.
-        log_probs: float32, of the response or of the whole scored sequence.
-        assistant_mask: bool [length], of a scored sequence.
+        ids: int64 [length], the tokens of the prompt or of the whole scored sequence.
+        response: int64 [t], the tokens of the response. None for a scored sequence.
+        log_probs: float32, the log-probs of the response or of the whole scored sequence.
+        assistant_mask: bool [length], the assistant mask of a scored sequence.
         places: bool [width], the positions of ``ids`` in the padded input row.
         logits: float32 [length, vocabulary].
     """
@@ -73,7 +73,7 @@ def make_rows(
 ) -> TensorDictBase:
     """Return a tensordict of this batch shape with one row per sample.
 
-    With ``padded``, all samples have the same length.
+    If ``padded`` is True, all samples are padded to the same length.
     """
     left, right = _paddings(samples) if padded else (_as_is, _as_is)
     rows = []
@@ -102,7 +102,7 @@ def _as_is(i: int, values: torch.Tensor, fill: Any) -> torch.Tensor:
 
 
 def _paddings(samples: Sequence[Sample]) -> tuple[_Place, _Place]:
-    """Return two functions that pad values of sample i: over its ``ids``, and over its response."""
+    """Return two functions that pad values of sample i, one for its ``ids``, one for its response."""
     widths = {0 if s.places is None else len(s.places) for s in samples}
     places = [s.places for s in samples]
     if len(widths) > 1 or 0 in widths:

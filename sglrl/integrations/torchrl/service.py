@@ -35,14 +35,14 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         server_url: the address of a running pool: ``service.server_url`` or ``client.address`` of
             the process that started it. The address contains a secret.
         model_path: the model that ``from_pretrained`` starts.
-        tp_size: GPUs of each replica.
-        dp_size: number of replicas. Calls are routed among them by cached prefix and load.
-        timeout: default time limit of a call in seconds. Connecting takes at most 10 s.
+        tp_size: the number of GPUs of each replica.
+        dp_size: the number of replicas. Calls are routed among them by cached prefix and load.
+        timeout: the default time limit of a call in seconds. Connecting takes at most 10 s.
         **server_kwargs: arguments of ``sglrl.launch``, including SGLang's server arguments.
             TorchRL's ``cuda_devices``, ``host``, ``port``, ``num_devices`` (GPUs of each replica)
             and ``num_replicas`` and vLLM's ``tensor_parallel_size``, ``max_model_len``,
             ``max_num_seqs`` and ``enforce_eager`` are accepted too. With ``server_url``, only
-            ``keys``, ``insecure`` and ``heartbeat_timeout`` are.
+            ``keys``, ``insecure`` and ``heartbeat_timeout`` are accepted.
 
     A pickled service keeps the address. The copy connects to the same pool, and its shutdown does
     not stop the pool.
@@ -163,26 +163,27 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         """Generate for one prompt, or for a list of prompts at the same time.
 
         Args:
-            prompts: a text or a list of texts; or token ids, as in ``input_ids``; or vLLM's
-                ``TextPrompt`` or ``TokensPrompt``, or a list of them.
+            prompts: one prompt or a list of prompts. A prompt is a text, token ids as in
+                ``input_ids``, or vLLM's ``TextPrompt`` or ``TokensPrompt``.
             sampling_params: parameters under the names of SGLang, vLLM or OpenAI; see
                 ``sglrl.SamplingParams``. SGLang's ``n``, ``return_logprob`` and
                 ``top_logprobs_num`` and vLLM's ``logprobs`` are accepted too.
-            input_ids, prompt_token_ids: token ids instead of ``prompts``: of one prompt, or a list
-                of prompts. Both names have the same meaning.
-            return_logprobs: fill ``meta_info["output_token_logprobs"]``.
-            return_text: False: omit "text".
-            timeout, timeout_seconds: time limit in seconds. It also ends the requests in the
+            input_ids, prompt_token_ids: the token ids of one prompt or of a list of prompts,
+                instead of ``prompts``. Both names have the same meaning.
+            return_logprobs: whether to fill ``meta_info["output_token_logprobs"]``.
+            return_text: whether the results have "text".
+            timeout, timeout_seconds: the time limit in seconds. It also ends the requests in the
                 engine.
-            actor_index: the replica to use.
-            **kwargs: as ``sampling_params``, which they override.
+            actor_index: the index of the replica to use.
+            **kwargs: more sampling parameters, which override ``sampling_params``.
 
         Returns:
-            For one prompt, a dict with "text", "output_ids" and "meta_info". For a list, a list of
-            these dicts; with ``n``, n for each prompt, in order.
+            For one prompt, a dict with "text", "output_ids" and "meta_info". For a list of prompts,
+            a list with such a dict for each prompt, or with ``n`` dicts for each prompt, in order.
 
         Raises:
-            ValueError: there is no prompt, there are two, or a prompt or a sampling value is bad.
+            ValueError: no prompt or more than one kind of prompt is given, or a prompt or a
+                sampling value is wrong.
             TypeError: ``sampling_params`` is not a mapping.
             sglrl.DeadlineExceeded: the time limit has passed (a ``TimeoutError``).
         """
@@ -250,8 +251,8 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
     def flush_cache(self) -> bool:
         """Empty every replica's prefix cache.
 
-        A weight update does not need this: cache entries of old weights are never used with new
-        weights.
+        This is not needed after a weight update, because cache entries of old weights are never
+        used with new weights.
 
         Returns:
             False if a replica had requests and kept its cache.
@@ -264,11 +265,11 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
     # --- weights ----------------------------------------------------------------------------------
 
     def get_tp_size(self) -> int:
-        """GPUs of each replica."""
+        """Return the number of GPUs of each replica."""
         return self._tp_size
 
     def get_dp_size(self) -> int:
-        """Number of replicas."""
+        """Return the number of replicas."""
         return self._dp_size
 
     def get_model_metadata(self) -> dict[str, tuple[torch.dtype, torch.Size]]:
@@ -298,9 +299,9 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         Without this call, the first update forms the group.
 
         Args:
-            master_address: address at which the replicas reach this process. None: they run on
-                this machine.
-            master_port: the return value of ``get_master_port``; not used otherwise.
+            master_address: the address at which the replicas reach this process. None: the replicas
+                run on this machine.
+            master_port: the value that ``get_master_port`` returns later. It is not used otherwise.
         """
         if master_address is not None:
             self._master_address = master_address
@@ -317,7 +318,7 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         """Send new weights to all replicas. They become live on every replica or on none.
 
         Args:
-            weights: pairs of name and tensor; or a mapping, TensorDict or module. Tensors that are
+            weights: pairs of name and tensor, or a mapping, TensorDict or module. Tensors that are
                 not given keep their values.
 
         Raises:
@@ -361,18 +362,18 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
 
     @property
     def num_replicas(self) -> int:
-        """Number of replicas that are not retired."""
+        """The number of replicas that are not retired."""
         return sum(worker.state != "retired" for worker in self.client.workers)
 
     def get_num_unfinished_requests(self, actor_index: int | None = None) -> int | list[int]:
-        """Return the running and waiting requests of a replica's engine. None: of every replica."""
+        """Return the number of running and waiting requests of one replica, or of each replica."""
         counts: int | list[int] = self._of_engines(
             lambda engine: engine.running + engine.waiting, actor_index
         )
         return counts
 
     def get_cache_usage(self, actor_index: int | None = None) -> float | list[float]:
-        """Return the used share of a replica's KV cache, 0..1. None: of every replica."""
+        """Return the used share (0 to 1) of the KV cache of one replica, or of each replica."""
         shares: float | list[float] = self._of_engines(lambda engine: engine.kv_usage, actor_index)
         return shares
 
@@ -410,9 +411,10 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         prefix_length: int = 8,
         overload_threshold: float = 1.5,
     ) -> LoadBalancer:
-        """Create a load balancer that selects the replicas for ``generate`` from now on.
+        """Create a load balancer that selects the replicas for all later calls of ``generate``.
 
-        It replaces the pool's own routing, which ``routing=`` sets when the pool is started.
+        The load balancer replaces the pool's own routing, which is set with ``routing=`` at the
+        start of the pool.
         """
         balancer = LoadBalancer(self, strategy, prefix_length, overload_threshold)
         self._load_balancer = balancer

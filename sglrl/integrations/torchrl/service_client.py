@@ -1,4 +1,4 @@
-"""The client of an ``AsyncSGLang``: how it is connected, started and closed."""
+"""Connect, start and close the client of an ``AsyncSGLang``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...errors import Closed, DeadlineExceeded, UsageError
 from ...launching.blocking import BlockingClient, blocking
 
 CONNECTION: Final = ("keys", "insecure", "heartbeat_timeout")
-"""Names in ``server_kwargs`` that a copy of the service in another process also needs."""
+"""The names in ``server_kwargs`` that a copy of the service in another process also needs."""
 _CONNECT_SECONDS: Final = 10.0
 _RENAMED: Final = {
     "enforce_eager": "disable_cuda_graph",
@@ -20,8 +20,8 @@ _RENAMED: Final = {
     "num_replicas": "replicas",
     "tensor_parallel_size": "tp_size",
 }
-"""Names of TorchRL's ``AsyncVLLM`` and of vLLM, and the arguments of ``sglrl.launch`` that mean the
-same. ``launch`` rejects other names of vLLM with the closest name of SGLang."""
+"""The arguments of ``sglrl.launch`` for names of TorchRL's ``AsyncVLLM`` and of vLLM. For other
+names of vLLM, ``launch`` raises an error that suggests the closest name of SGLang."""
 _START_SECONDS: Final = 600.0
 
 
@@ -30,7 +30,7 @@ def connect(url: str, timeout: float, server_kwargs: Mapping[str, Any]) -> Block
 
     Raises:
         ConnectionError: no pool answers.
-        UsageError: an argument is for a pool that is started.
+        UsageError: an argument applies only to the start of a pool.
     """
     if others := server_kwargs.keys() - set(CONNECTION):
         raise UsageError(

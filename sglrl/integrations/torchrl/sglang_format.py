@@ -12,11 +12,11 @@ from .generate_kwargs import override, understood
 
 
 def plain_prompts(given: Any) -> Any:
-    """Return prompts with vLLM's ``TextPrompt`` and ``TokensPrompt`` as texts and token ids.
+    """Convert vLLM's ``TextPrompt`` and ``TokensPrompt`` among the prompts to text or token ids.
 
     Raises:
-        InvalidRequest: a prompt has other parts than a text or token ids, or the list has both
-            texts and token ids.
+        InvalidRequest: a prompt has parts other than text or token ids, or the list has both texts
+            and token ids.
     """
     if isinstance(given, Mapping):
         return _plain(given)
@@ -59,7 +59,7 @@ def is_one(given: Any) -> bool:
 def call_arguments(
     sampling_params: Mapping[str, Any] | SamplingParams | None, kwargs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Merge both into keyword arguments of ``client.generate``, including ``n``.
+    """Merge the arguments into keyword arguments of ``client.generate``, including ``n``.
 
     The result may also contain SGLang's ``return_logprob`` and ``top_logprobs_num``.
     """
@@ -76,7 +76,7 @@ def call_arguments(
     values = understood(override(values, kwargs))
     logprobs = values.pop("logprobs", False)
     if logprobs is not False:
-        # In vLLM, a number also returns this many of the likeliest tokens.
+        # In vLLM, a number requests the logprobs of this number of most likely tokens too.
         values["return_logprob"] = True
         if logprobs is not True:
             values.setdefault("top_logprobs_num", logprobs)

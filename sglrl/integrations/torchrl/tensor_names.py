@@ -1,4 +1,4 @@
-"""The names of a trainer's tensors, and the names of the engine's."""
+"""Convert the names of a trainer's tensors to the names of the engine's tensors."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torchrl.weight_update.llm import get_sglang_model_metadata as _of_module
 
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 _DERIVED: Final = ("inv_freq", "original_inv_freq")
-"""Buffers that are not in checkpoints, because a model computes them when it is created.
-TensorDicts of modules contain them."""
+"""The names of buffers that a model computes when it is created. Checkpoints do not contain them,
+but TensorDicts of modules do."""
 
 
 def get_sglang_model_metadata(model: Any) -> dict[str, tuple[torch.dtype, torch.Size]]:
-    """Return dtype and shape by name.
+    """Return the dtype and the shape of each tensor, by name.
 
-    For a module, these are its tensors, with adapters (PEFT) merged. For an ``AsyncSGLang``, these
-    are the tensors that its engines accept.
+    For a module, the result has the tensors of the module, with adapters (PEFT) merged. For an
+    ``AsyncSGLang``, it has the tensors that the engines accept.
     """
     of_service = getattr(model, "get_model_metadata", None)
     return dict(_of_module(model) if of_service is None else of_service())
@@ -41,8 +41,8 @@ def flat(weights: Any) -> dict[str, Any]:
 def fitted(named: dict[str, Any], known: set[str]) -> dict[str, Any]:
     """Return the tensors under the engine's names.
 
-    TorchRL's modules may contain the model as ``module.0.model``, for example. This prefix is the
-    same for every name and is removed.
+    A module of TorchRL may contain the model under a prefix such as ``module.0.model``. The prefix
+    is the same for every name, and this function removes it.
     """
     if any(name in known for name in named):
         return named

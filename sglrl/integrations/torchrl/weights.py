@@ -1,7 +1,7 @@
 """TorchRL's ``SGLangWeightSyncScheme`` on the weight channel of an sglrl pool.
 
 Generation continues while an update is staged. The update becomes live on every replica or on none.
-It has a version, and every token sampled with these weights carries this version.
+Each update has a version, and every token that was sampled with its weights has this version.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
 
     Args:
         server_url: the pool's address (``service.server_url``, ``client.address``). In the process
-            that has the pool, prefer the ``AsyncSGLang`` or ``BlockingClient`` itself.
-        master_address: address at which the replicas reach this process. None: they run on this
-            machine.
-        master_port: accepted, but not used: the weight channel chooses its own port.
-        num_gpus: accepted, but not used: the pool knows the number of GPUs.
+            that started the pool, prefer the ``AsyncSGLang`` or ``BlockingClient`` itself.
+        master_address: the address at which the replicas reach this process. None: the replicas run
+            on this machine.
+        master_port: accepted, but not used, because the weight channel chooses its own port.
+        num_gpus: accepted, but not used, because the pool has the number of GPUs.
         strategy: "tensordict" or "state_dict": how weights are extracted from a model.
         device: the device that sends. An integer is a GPU, or the CPU if the engines run on CPU.
-        flush_cache_on_update: accepted, but not needed: cache entries of old weights are never
-            used with new weights.
+        flush_cache_on_update: accepted, but not needed, because cache entries of old weights are
+            never used with new weights.
         pause_mode: how an update treats running requests. "retract": they continue, and their KV
             cache is recomputed. "in_place": they continue with their KV cache. "abort": they return
             the tokens generated so far. None: ``$TORCHRL_SGLANG_PAUSE_GENERATION_MODE``, or
             "retract" if it is not set.
-        timeout: time limit of a replica for each phase, in seconds.
+        timeout: the time limit of a replica for each phase of an update, in seconds.
         check_finite: as in ``Client.update_weights``.
         keys, insecure: as in ``sglrl.connect``.
         remote_addr: a folder. If given, updates are written there as memory-mapped tensordicts, and
             receivers apply them (``create_receiver``).
-        local_addr: path of the same folder on the receiver's machine. None: ``remote_addr``.
-        num_threads: number of threads that write the files.
+        local_addr: the path of the same folder on the receiver's machine. None: ``remote_addr``.
+        num_threads: the number of threads that write the files.
 
     Raises:
         ValueError: an argument is invalid, or ``flush_cache_on_update`` is combined with a
@@ -107,7 +107,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
 
     @property
     def world_size(self) -> int:
-        """Size of the group: the trainer and ``num_gpus`` GPUs."""
+        """The size of the group, which has the trainer and ``num_gpus`` GPUs."""
         return 1 + self.num_gpus
 
     def create_transport(self, **kwargs: Any) -> SGLangCollectiveTransport | FolderTransport:
@@ -137,7 +137,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
             TypeError: ``server_url`` is not an address, a service or a client.
         """
         if isinstance(self.server_url, str):
-            # Only checks the arguments. It connects when it is entered.
+            # This call only checks the arguments. The client connects when it is entered.
             blocking.connect(self.server_url, keys=self.keys, insecure=self.insecure)
         elif self.server_url is not None:
             client = getattr(self.server_url, "client", self.server_url)
@@ -160,7 +160,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
             *args, **kwargs: accepted as in TorchRL, but not used.
 
         Returns:
-            None if there is no ``engine`` and no folder: the replicas themselves receive updates.
+            None without ``engine`` and folder, because the replicas themselves receive updates.
         """
         if engine is None and self.remote_addr is None:
             return None
@@ -220,11 +220,11 @@ class SGLangWeightSender:
         """Send the given weights or, without ``weights``, the weights of the registered model.
 
         Args:
-            weights: a module; or a TensorDict or dict (flat or nested), which may contain a part of
+            weights: a module, or a flat or nested TensorDict or dict, which may contain a part of
                 the tensors.
 
         Returns:
-            The ``UpdateReport``; None for updates through files.
+            The ``UpdateReport``, or None for updates through files.
 
         Raises:
             RuntimeError: there is no model, or the sender is shut down.
@@ -269,7 +269,7 @@ class SGLangWeightSender:
         return {name: tensor for name, tensor in tensors.items() if name in saved}
 
     def flush_cache(self) -> bool:
-        """Empty the replicas' prefix caches. An update does not need this."""
+        """Empty the replicas' prefix caches. This is not needed after an update."""
         flush = getattr(self._transport, "flush_cache", None)
         return flush is not None and bool(flush())
 
@@ -310,8 +310,8 @@ class SGLangWeightReceiver:
         """Apply the updates in the folder that were not applied before.
 
         Returns:
-            False if there is no new update, or if there is no folder. Without a folder the sender
-            pushes updates.
+            False if there is no new update, or if there is no folder. Without a folder, the sender
+            sends updates to the replicas.
         """
         folder = self._folder
         if folder is None:
@@ -323,7 +323,7 @@ class SGLangWeightReceiver:
         try:
             self.apply_weights(weights)
         except BaseException:
-            # The next poll applies them again.
+            # Let the next poll apply the same updates again.
             folder.read = read
             raise
         return True

@@ -1,4 +1,4 @@
-"""TorchRL's policy on an sglrl pool: an ``LLMWrapperBase`` that generates or scores.
+"""``SGLangWrapper``: a TorchRL policy (``LLMWrapperBase``) that generates or scores with a pool.
 
 ``inputs.py`` converts all input modes to token ids. Each result becomes one ``Sample``, and
 ``rows.py`` converts samples to TorchRL's containers.
@@ -33,36 +33,36 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         model: an ``AsyncSGLang`` of ``sglrl.integrations.torchrl``, a running
             ``sglrl.BlockingClient``, the address of a pool, or a model's name or folder. For a
             name or folder, the wrapper starts the model.
-        tokenizer: a Hugging Face tokenizer or its name; None: the model's.
+        tokenizer: a Hugging Face tokenizer or its name. None: the tokenizer of the model.
         input_mode: "history" (``History``), "text" or "tokens".
-        input_key: key of the input. Default: ``(input_mode, "prompt")``, or ``(input_mode,
+        input_key: the key of the input. None: ``(input_mode, "prompt")``, or ``(input_mode,
             "full")`` with ``generate=False``.
-        attention_mask_key: in tokens mode, key of the mask if the input has no ``(masks_key,
+        attention_mask_key: the key of the mask in tokens mode, if the input has no ``(masks_key,
             "all_attention_mask")``.
-        generate: False: compute the log-probs of the given tokens and sample nothing.
+        generate: whether to sample. If False, compute only the log-probs of the given tokens.
         generate_kwargs: ``sglrl.SamplingParams`` under the names of TorchRL, vLLM or SGLang, and
             ``timeout``, ``priority``, ``worker`` of ``client.generate``.
         tokenizer_kwargs: options for text mode, such as ``add_special_tokens``. ``pad_output``
             controls padding.
-        pad_output: True: tensors [batch, length], with prompts padded on the left and responses
-            padded on the right. False: one tensor per sample, each with its own length:
-            ``td.get(key, as_list=True)``, ``as_nested_tensor=True`` (strided or jagged) or
-            ``as_padded_tensor=True``.
-        pad_model_input: with ``generate=False``, accepted as for ``TransformersWrapper``, but not
-            used: the engine packs sequences. The results are the same for True and False.
+        pad_output: whether to return tensors [batch, length], with prompts padded on the left and
+            responses padded on the right. If False, each sample has a tensor with its own length.
+            Read these with ``td.get(key, as_list=True)``, ``as_nested_tensor=True`` (strided or
+            jagged) or ``as_padded_tensor=True``.
+        pad_model_input: accepted as for ``TransformersWrapper`` with ``generate=False``, but not
+            used, because the engine packs sequences.
         inplace: True: add the results to the input. False: return only the results. "empty":
             return the results in an empty tensordict of the input's kind. None: True, or False with
             several samples.
-        device: device of the results if the input has no device.
-        layout: layout of nested tensors that TorchRL's transforms make of the results.
-        num_samples: samples per prompt. They add one batch dimension. ``n`` and
+        device: the device of the results if the input has no device.
+        layout: the layout of nested tensors that TorchRL's transforms make from the results.
+        num_samples: the number of samples per prompt, which adds one batch dimension. ``n`` and
             ``num_return_sequences`` in ``generate_kwargs`` have the same meaning.
         chat_template_name, chat_template: as in ``History.apply_chat_template``.
-        return_log_probs: None: True.
+        return_log_probs: whether to return log-probs. None: True.
         batching, min_batch_size, max_batch_size, batching_timeout: accepted, but not used. Calls
             from several threads run together in the engine, so no call waits for another.
-        prefer_tokens: in history mode, generate from ``(tokens_key, "prompt")`` or, without it,
-            from ``(tokens_key, "full")``, if the input has one of them.
+        prefer_tokens: whether to generate in history mode from the tokens in ``(tokens_key,
+            "prompt")`` or else ``(tokens_key, "full")``, if the input has one of them.
 
     The results of a sample are ``Tokens`` and ``LogProbs`` (prompt, response, full), ``Masks``,
     ``Text`` and ``ChatHistory``; see ``rows.py``. A log-prob belongs to the sampling distribution
