@@ -102,7 +102,7 @@ def _as_is(i: int, values: torch.Tensor, fill: Any) -> torch.Tensor:
 
 
 def _paddings(samples: Sequence[Sample]) -> tuple[_Place, _Place]:
-    """Return two functions that pad values of sample i, one for its ``ids``, one for its response."""
+    """Return two functions that pad values of sample i: for its ``ids`` and for its response."""
     widths = {0 if s.places is None else len(s.places) for s in samples}
     places = [s.places for s in samples]
     if len(widths) > 1 or 0 in widths:
