@@ -89,7 +89,7 @@ class Host:
         """Time at which the first of ``_items`` was collected."""
         self._ready = b""
         self._returning = False
-        """The connection was broken. ``Ready`` follows when no call is left."""
+        """The connection broke, and ``Ready`` is sent as soon as no call is left."""
 
     async def serve(self, window: int) -> None:
         """Report that the worker is ready, serve calls until ``Shutdown``, then close the actor."""
@@ -102,9 +102,9 @@ class Host:
         await self.actor.close()
 
     def reconnect(self, transport: WorkerTransport) -> None:
-        """Go on over a new connection, and end all calls: messages were lost with the old one.
+        """Replace the connection and cancel all calls, because messages were lost with the old one.
 
-        The driver has moved the calls to other workers, or does so when ``Ready`` arrives.
+        The driver moves these calls to other workers, at the latest when ``Ready`` arrives.
         """
         self.transport = transport
         if not self._ready:
@@ -119,7 +119,7 @@ class Host:
             task.cancel()
 
     def _end_return(self) -> None:
-        """Report that the worker is ready again, if it returns and no call is left."""
+        """Send ``Ready`` again, if the connection was replaced and no call is left."""
         if self._returning and not self.running:
             self._returning = False
             self._items.clear()
@@ -183,7 +183,7 @@ class Host:
             async for value in method(**arguments):
                 self._put_value(call.id, ItemKind.CHUNK, spec, value)
                 if len(self._items) >= _AT_ONCE or time.monotonic() - self._first > _SECONDS:
-                    # The stream may never await: let the loop send items and cancel this task.
+                    # The stream may never await, so let the loop send items and cancel this task.
                     await asyncio.sleep(0)
             self._put(Item(call.id, ItemKind.DONE))
         else:
@@ -216,17 +216,17 @@ class Host:
         if len(body) <= self.max_message_bytes:
             self.transport.send([body, *frames])
             return
-        # ``_put_value`` has checked that each item fits into a message of its own.
+        # ``_put_value`` has checked that each item fits into its own message.
         for item in items:
             own, frames = frames[: item.frames], frames[item.frames :]
             self.transport.send([encode(Results([item])), *own])
 
 
 class Turns:
-    """Counts turns of the event loop, one for each heartbeat at most.
+    """Counts turns of the event loop, at most one for each heartbeat.
 
-    The count grows while calls await, however long they take. A call that blocks the loop stops the
-    count.
+    The count grows while calls await, even when they await for a long time. A call that blocks the
+    event loop stops the count.
     """
 
     def __init__(self) -> None:
@@ -249,10 +249,10 @@ class Turns:
 
 
 class _Connection:
-    """The worker's connection to the driver. A worker that returns opens a new one after a break.
+    """The worker's connection to the driver. After a break it is replaced, if the spec permits it.
 
     Attributes:
-        host: gets each new connection.
+        host: the host that is given each new connection.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:

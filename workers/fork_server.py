@@ -1,10 +1,11 @@
 """The warm fork server: ``python -m sglrl_workers.fork_server FD PRELOAD DRIVER``.
 
-FD is an inherited unix socket that listens. PRELOAD is a kind of worker (see ``preloads``). DRIVER
-is the process id of the parent. The fork server imports the modules of PRELOAD, then starts a
-worker for every ``Fork`` message. The worker is a spare fork that already waits, because forking a
-process of this size takes long while other processes are busy. Without a spare, the server forks a
-new process. Forking is safe because the server has one thread and never uses a GPU.
+FD is an inherited unix socket that listens. PRELOAD names a kind of worker (see ``preloads``).
+DRIVER is the process id of the parent. The fork server imports the modules of PRELOAD, then starts
+a worker for every ``Fork`` message. A worker starts from a spare fork, a process that was forked in
+advance, because forking a large process takes long while other processes are busy. Without a
+spare, the server forks a new process. Forking is safe because the server has one thread and never
+uses a GPU.
 
 The processes watch each other:
 
@@ -60,15 +61,15 @@ from .process_control import (
 from .worker_process import become_worker, detach
 
 _SERVER_SCORE = 200
-"""The fork server's ``oom_score_adj`` minus the driver's.
+"""The difference between the ``oom_score_adj`` of the fork server and of the driver.
 
-When memory runs out, the kernel kills a worker first, because a worker can be replaced. Next is the
-fork server, whose exit ends all workers. The driver is last.
+When memory runs out, the kernel kills a worker first, because a worker can be replaced. The fork
+server comes next: its exit ends all workers. The driver comes last.
 """
 _QUIET = 1.0
 """Seconds without work before the server makes the next spare fork.
 
-The fork then takes no time from a worker that starts. Answering a ``Ping`` is not work.
+The delay keeps the fork from slowing a worker that starts. Answering a ``Ping`` is not work.
 """
 
 
@@ -78,7 +79,7 @@ class Client:
     Attributes:
         buffer: bytes received that are not yet a complete message.
         keys: the key of each worker, by process id.
-        kept: for each rank, memory that keeps its weights when a worker exits.
+        kept: by rank, the file descriptor of the memory that keeps its weights after an exit.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -96,7 +97,7 @@ class Client:
         """Return the request with the path of the memory that keeps the weights of its rank.
 
         Raises:
-            OSError: there is no such memory yet, and it could not be made.
+            OSError: the memory does not exist yet, and it could not be created.
         """
         body = request.spec.body
         if not (isinstance(body, EngineSpec) and body.keep_weights):
@@ -121,15 +122,15 @@ class ForkServer:
     Args:
         listener: the unix socket that clients connect to.
         driver: process id of the driver.
-        warm: the message for a new client.
-        ahead: keep a spare fork ready.
+        warm: the message that each new client receives first.
+        ahead: whether the server keeps a spare fork ready.
     """
 
     def __init__(self, listener: socket.socket, driver: int, warm: Warm, *, ahead: bool) -> None:
         self.warm = warm
         self.ahead = ahead
         self.spare: tuple[int, int] | None = None
-        """Process id of the fork that waits for a ``Fork``, and the pipe that takes the message."""
+        """Process id of the spare fork, and the pipe through which it receives its ``Fork``."""
         self.worked = time.monotonic()
         """Time of the last work."""
         self.ends: dict[int, int] = {}
@@ -171,15 +172,14 @@ class ForkServer:
 
     @contextlib.contextmanager
     def one_more_file(self) -> Iterator[None]:
-        """Free one reserved file descriptor for the block, when no others are left.
+        """Free the reserved file descriptor for the block, because no others are left.
 
-        The block is a report of an error. An ``OSError`` in the block is ignored.
+        The block reports an error. An ``OSError`` in the block is ignored.
         """
         os.close(self.reserve)
         with contextlib.suppress(OSError):
             yield
         self.reserve = os.open(os.devnull, os.O_RDONLY)
-
     def accept(self) -> None:
         """Accept a client and send it ``warm``."""
         self.worked = time.monotonic()
@@ -240,7 +240,7 @@ class ForkServer:
                                 os.kill(pid, signal.SIGUSR1)
 
     def fork(self, client: Client, request: Fork) -> None:
-        """Start a worker. Report ``Forked``, or ``Exited`` if that failed."""
+        """Start a worker. Send ``Forked``, or ``Exited`` if the start failed."""
         try:
             request = client.with_kept(request)
             pid = self.use_spare(request)
@@ -262,7 +262,7 @@ class ForkServer:
         client.send(Forked(request.key, pid))
 
     def fork_ahead(self) -> None:
-        """Make the spare fork. Raises ``OSError`` if there are no resources for it."""
+        """Make the spare fork. Raise ``OSError`` if there are no resources for it."""
         parent = os.getpid()
         request, pipe = os.pipe()
         try:
@@ -313,7 +313,7 @@ class ForkServer:
             os.close(end)
 
     def use_spare(self, request: Fork) -> int | None:
-        """Turn the spare fork into a worker and return its process id. None without a spare."""
+        """Turn the spare fork into a worker. Return its process id, or None without a spare."""
         if self.spare is None:
             return None
         (pid, pipe), self.spare = self.spare, None
@@ -325,7 +325,7 @@ class ForkServer:
         return pid
 
     def close_files(self) -> None:
-        """In the child: close the files of the fork server."""
+        """Close the files of the fork server. Called in the forked process."""
         for fd in (self.reserve, self.wake_read, self.wake_write, self.pidfd, *self.ends.values()):
             os.close(fd)
         self.selector.close()
@@ -363,7 +363,7 @@ class ForkServer:
         client.close()
         for pid in client.keys:
             kill_group(pid)
-        # SIGCHLD reaps the workers. There is no client to report to.
+        # The SIGCHLD of each worker calls ``reap``, which has no client left to report to.
 
     def leave(self) -> None:
         """Kill all workers and exit, because the driver has exited."""
@@ -384,18 +384,18 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
-    # Importing takes a while. The server does not watch the driver meanwhile.
+        # Importing takes a while, and the server does not watch the driver during that time.
     signal.signal(signal.SIGTERM, orphaned)
     die_with_parent(int(driver), signal.SIGTERM)
     if name not in INSTEAD.values():
-        # A server that has started anew has its score already.
+        # A server that restarted itself with ``execv`` has already raised its score.
         raise_oom_score(_SERVER_SCORE)
     warm = preload(name)
     if warm.error and name in INSTEAD:
-        # Modules are imported in part, or CUDA is initialised. So this process starts anew.
+        # Some modules may be imported in part, or CUDA is initialised, so restart the process.
         sys.stderr.write(f"workers will import SGLang themselves, because {warm.error}\n")
         sys.stderr.flush()
-        # If the driver exits meanwhile, ``die_with_parent`` notices it in the new program.
+        # If the driver exits now, ``die_with_parent`` notices the exit in the new program.
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         module = "sglrl_workers.fork_server"
         arguments = ["-X", "utf8", "-m", module, sys.argv[1], INSTEAD[name], driver]

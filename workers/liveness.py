@@ -1,12 +1,12 @@
-"""How the driver and its workers notice each other's end: heartbeats, and broken connections.
+"""How the driver and its workers detect each other's exit: heartbeats and broken connections.
 
-A thread of each worker reports the progress of the process's loop on its own socket. The driver
+A thread of each worker reports the progress of the worker's loop on a separate socket. The driver
 decides what the heartbeats mean (``sglrl.core.hangs``).
 
-When a connection breaks, the messages in transit are lost, and neither side knows which ones. A
-worker on the driver's machine exits: the driver notices, and other workers resume its calls from
-the tokens that the driver has received. A worker on another host may return: it connects again,
-ends all its calls, and reports to the driver that it is ready (see ``Mailbox`` and
+When a connection breaks, the messages in transit are lost, and neither side can find out which
+ones. A worker on the driver's machine exits. The driver notices the exit, and other workers resume
+the calls from the tokens that the driver has received. A worker on another host may return: it
+connects again, ends all its calls, and reports to the driver that it is ready (see ``Mailbox`` and
 ``actor_worker.Host``).
 """
 
@@ -25,13 +25,13 @@ from sglrl.wire.codec import encode
 from sglrl.wire.processes import WorkerSpec
 
 RECONNECT_SECONDS: Final = 3.0
-"""Seconds until ZeroMQ reconnects without the worker. It would then send the messages that wait,
-although earlier ones were lost. The worker must replace the socket before."""
+"""Seconds until ZeroMQ reconnects by itself. ZeroMQ would then send the waiting messages, although
+earlier messages were lost, so the worker must replace the socket before that time."""
 _PAUSE: Final = 0.5
-"""Seconds between a break and the next connection, so that a driver that refuses connections is
-not asked too often."""
+"""Seconds between a break and the next connection. The pause keeps a worker from connecting too
+often to a driver that refuses connections."""
 _REACT_SECONDS: Final = 2.0
-"""Seconds that a worker has to replace the socket. Together with the pause they are less than
+"""Seconds that a worker has to replace the socket. The sum of ``_PAUSE`` and this time is less than
 ``RECONNECT_SECONDS``."""
 
 
@@ -39,7 +39,8 @@ def start_heartbeats(spec: WorkerSpec, next_heartbeat: Callable[[], Heartbeat]) 
     """Send heartbeats until the process ends.
 
     Args:
-        next_heartbeat: runs on the heartbeat's thread, and must not block.
+        next_heartbeat: returns the next heartbeat. It runs on the heartbeat thread and must not
+            block.
     """
     if spec.heartbeat_interval is not None:
         threading.Thread(
@@ -66,11 +67,11 @@ def _send_heartbeats(
 
 
 class BreakWatch:
-    """The ``on_break`` of one socket. It runs on the socket's own thread.
+    """The ``on_break`` callback of one socket. It runs on the socket's own thread.
 
     Args:
-        returns: whether the worker may return. Otherwise it exits.
-        tell: asks the worker to replace the socket. If it is too busy, it exits.
+        returns: whether the worker may connect again. Otherwise the process exits.
+        tell: requests that the worker replace the socket. The process exits if this takes too long.
     """
 
     def __init__(self, returns: bool, tell: Callable[[], None]) -> None:

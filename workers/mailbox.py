@@ -78,11 +78,11 @@ class Mailbox:
     """One engine worker's connection to the driver. Only the scheduler's thread may use it.
 
     Attributes:
-        stopped: the driver has sent ``Shutdown``.
-        progress: counts the turns of the loop that had a reason to run. The engine may add its own
-            work to this count.
-        rows: memory shared with the driver, for whole rows of logprobs. None until the driver has
-            opened it.
+        stopped: whether the driver has sent ``Shutdown``.
+        progress: the number of turns of the loop that had a reason to run. The engine may add its
+            own work to this count.
+        rows: the memory shared with the driver for whole rows of logprobs. None until the driver
+            has opened it.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -104,18 +104,18 @@ class Mailbox:
             reconnect_seconds=RECONNECT_SECONDS,
         )
         self._ready: tuple[int, EngineInfo] | None = None
-        """The arguments of ``ready``, once the worker is ready."""
+        """The arguments of ``ready``, or None before the worker is ready."""
         self._returning = False
-        """The connection was broken. ``Ready`` follows when no call is left."""
+        """The connection broke, and ``Ready`` is sent as soon as no call is left."""
         self._max_bytes = spec.max_message_bytes
         self._drop = Dropped(logger)
         self._held: set[int] = set()
-        """Ids of calls without a final answer."""
+        """Ids of calls that have no final answer yet."""
         self._unsendable: list[int] = []
-        """Ids of calls to abort: a part of their answer was too large, and they still run."""
+        """Ids of running calls to abort, because a part of their answer was too large."""
         self._items: list[Item] = []
         self._frames: list[Buffer] = []
-        """Raw frames of ``_items``, in the same order."""
+        """Raw frames of the answers in ``_items``, in the same order."""
         self._slots: list[int] = []
         """Slots of ``rows`` that replace ``_frames``, in the order of ``_items``."""
         self._offered: RowsWriter | None = None
@@ -132,7 +132,7 @@ class Mailbox:
         self._encode = msgspec.msgpack.Encoder().encode
 
     def starting(self, stage: str) -> None:
-        """Report the stage of the worker's start, for the user."""
+        """Report to the user which stage the worker's start has reached."""
         self._dealer.send([encode(Starting(stage))])
 
     def ready(self, window: int, info: EngineInfo) -> None:
@@ -145,10 +145,10 @@ class Mailbox:
         self._dealer.send([encode(ready)])
 
     def receive(self, engine: Engine) -> bool:
-        """Pass all new messages to the engine, without waiting.
+        """Pass all messages that have arrived to the engine, without waiting.
 
         Returns:
-            True if there was a message.
+            True if there was at least one message.
         """
         any_ = False
         if self._broken:
@@ -174,8 +174,8 @@ class Mailbox:
                     self.rows = self._offered
                 case Shutdown():
                     self.stopped = True
-        # The end of a wait alone is not progress. A worker that waits while the driver counts calls
-        # as pending there has lost them. The hang detector must find this worker.
+        # The end of a wait alone is not progress. If the driver counts pending calls for a worker
+        # that only waits, the worker has lost them, and the hang detector must notice it.
         if any_ or not self._waited:
             self.progress += 1
         self._waited = False
@@ -188,7 +188,7 @@ class Mailbox:
             self._dealer.wait(seconds)
 
     def wake(self) -> None:
-        """End the current ``wait``. Other threads may call this method, and no other one."""
+        """End the current ``wait``. This is the only method that other threads may call."""
         self._dealer.wake()
 
     def put(
@@ -201,8 +201,8 @@ class Mailbox:
         """Collect an answer, or a part of one. The next ``flush`` sends it.
 
         Args:
-            routed: rows of routed experts, [n, layers, k], to be sent with the chunk. They must not
-                change.
+            routed: rows of routed experts, [n, layers, k], that are sent with the chunk. The rows
+                must not change after the call.
         """
         if kind != ItemKind.CHUNK:
             self._held.discard(id_)
@@ -217,7 +217,7 @@ class Mailbox:
         if self._slots:
             self.flush()
         chunk = msgspec.structs.replace(chunk, routed=len(routed))
-        # A frame has whole rows, as many as may be sent in one frame.
+        # Each frame holds as many whole rows as fit into it.
         count = max(1, self._max_bytes // routed[0].nbytes)
         parts = [routed[at : at + count] for at in range(0, len(routed), count)]
         self._items.append(Item(id_, kind, self._encode(chunk), len(parts)))
@@ -256,7 +256,7 @@ class Mailbox:
             self.flush()
 
     def put_slot(self, id_: int, chunk: TokenChunk, slot: int) -> None:
-        """Collect an answer like ``put_row``. The row is already in this slot of ``rows``."""
+        """Collect an answer like ``put_row``, for a row that is already in a slot of ``rows``."""
         if self._frames:
             self.flush()
         self._held.discard(id_)
@@ -282,8 +282,8 @@ class Mailbox:
     def flush(self, load: Load | None = None) -> None:
         """Send all collected answers as one message.
 
-        The message also reports the engine's load. Without answers, ``flush`` sends the load alone
-        every ``_REPORT_SECONDS``, because long answers would delay the report.
+        The message also reports the engine's load. Without answers, ``flush`` sends the load every
+        ``_REPORT_SECONDS``, because otherwise a long call would delay the report.
         """
         if self._items or (load is not None and self.report_is_due):
             if load is not None:
@@ -334,14 +334,14 @@ class Mailbox:
         self._dealer.close(linger=0.5)
 
     def _on_break(self) -> None:
-        """Let the scheduler's thread replace the socket. Called on another thread."""
+        """Request that the scheduler's thread replace the socket. Called on another thread."""
         self._broken = True
         self._dealer.wake()
 
     def _reconnect(self, engine: Engine) -> None:
-        """Open a new connection, and end all calls: messages were lost with the old connection.
+        """Replace the connection and abort all calls, because messages were lost with the old one.
 
-        The driver has moved the calls to other workers, or does so when ``Ready`` arrives.
+        The driver moves these calls to other workers, at the latest when ``Ready`` arrives.
         """
         self._broken = False
         self._watch.handled()
@@ -352,7 +352,7 @@ class Mailbox:
         if self._ready is None:
             return
         self._returning = True
-        # The driver pauses the engine again if all others are paused. -1: no call waits for this.
+        # If all other engines are paused, the driver pauses this one again. No call has the id -1.
         engine.controls.resume(-1)
         for id_ in list(self._held):
             engine.abort(id_)

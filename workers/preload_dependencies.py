@@ -1,7 +1,7 @@
-"""Import SGLang's dependencies in the fork server, if ``engine.sglang.preload_cuda`` has failed.
+"""Import SGLang's dependencies in the fork server after ``engine.sglang.preload_cuda`` has failed.
 
-Each worker then imports SGLang's own modules, which takes seconds. None of the modules here
-initialises CUDA. A process that has initialised CUDA must not fork.
+Each worker must then import SGLang's own modules itself, which takes seconds. None of the modules
+in this list initialises CUDA, because a process that has initialised CUDA must not fork.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import warnings
 
-# Each of these was checked on a GPU: none initialises CUDA. transformers' processing_auto does.
+# A test on a GPU showed that none of these initialises CUDA. transformers' processing_auto does.
 MODULES = (
     "torch",
     "torch._dynamo",
@@ -27,7 +27,7 @@ MODULES = (
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     for _name in MODULES:
-        # A module that this SGLang version does not use may be missing.
+        # SGLang versions differ in their dependencies, so a module may be missing.
         with contextlib.suppress(ImportError):
             importlib.import_module(_name)
 
@@ -37,7 +37,7 @@ from .engine.sglang.patch_list import PATCHES  # noqa: E402
 from .engine.sglang.source import sglang_folder  # noqa: E402
 
 for _patch in PATCHES:
-    # Every worker compares SGLang's source. This reads files and imports no part of SGLang.
+    # Workers inherit the cached digests of the source. This imports no part of SGLang.
     _patch.unknown(sglang_folder())
 
 if torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""The modules that a fork server imports before it forks workers."""
+"""The modules that a fork server imports, so that the workers that it forks start quickly."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ _PRELOADS = {
     "sglang-late": ("sglrl_workers.actor_worker", "sglrl_workers.preload_dependencies"),
 }
 INSTEAD = {"sglang-cuda": "sglang-late"}
-"""By kind: what a new fork server imports if the modules of this kind cannot be imported early."""
+"""The replacement for a kind of worker whose modules a fork server could not import early."""
 
 
 def preload(name: str) -> Warm:
-    """Import the modules of one kind of worker. Return the time it took, and the error if any."""
+    """Import the modules of one kind of worker. Return the duration, and the error if any."""
     begun = time.monotonic()
     error = ""
     if name == "sglang":
         _set_up_cpu()
     elif name == "tokenizer":
-        # torch then asks for GPUs without initializing CUDA, after which a process must not fork.
+        # torch then looks for GPUs through NVML. Other ways initialise CUDA and make forks unsafe.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    # Thousands of modules leave little cyclic garbage. Looking for it takes a quarter of the time.
+    # Importing leaves little cyclic garbage, and collecting it takes a quarter of the time.
     gc.disable()
     try:
         for module in _PRELOADS[name]:
             importlib.import_module(module)
     except BaseException:
         error = traceback.format_exc()
-    # Imported modules stay in memory. The garbage collector of a fork must not write to their
-    # pages, which would copy them.
+    # Imported modules stay in memory. In a forked process, the garbage collector must not write to
+    # the pages of these modules, because each write copies a page.
     gc.collect()
     gc.freeze()
     gc.enable()
@@ -48,15 +48,15 @@ def preload(name: str) -> Warm:
 
 
 def _set_up_cpu() -> None:
-    """Set what SGLang workers on a CPU need before torch and SGLang are imported."""
+    """Prepare the environment of SGLang workers on a CPU, before torch and SGLang are imported."""
     # Workers on a CPU share its cores with each other and the driver. OpenMP threads that spin
     # while they wait would take cores from busy processes. torch reads this variable when it loads.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # SGLang compiles a few small functions with a C++ compiler when it first uses them. The first
     # repetition penalty would block a worker for eight seconds.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # Otherwise each thread of a weight update has its own arena, which keeps memory that is no
-    # longer needed.
+    # Otherwise each thread of a weight update has a malloc arena of its own, which keeps memory
+    # that is no longer needed.
     limit_arenas(1)
-    # SGLang initialises CUDA at import if it finds a GPU. The process must then not fork.
+    # SGLang initialises CUDA at import if it detects a GPU, and then the process must not fork.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

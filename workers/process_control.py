@@ -1,4 +1,4 @@
-"""Settings of processes that Linux has and Python does not."""
+"""Process settings of Linux for which Python has no function: signals, priorities, OOM scores."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 def outlive_parent() -> None:
     """Undo ``die_with_parent``.
 
-    The kernel would also send its signal when the *thread* that started this process exits before
-    the parent does.
+    The kernel would also send the signal when the *thread* that started this process exits
+    before the parent does.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
@@ -69,7 +69,7 @@ def close_on_death(fd: int) -> None:
     """Keep ``fd`` open only in an idle thread that has its own file table.
 
     When this process is killed, the kernel ends the thread at once and closes ``fd``, and the other
-    end of the pipe notices. The kernel closes the other files of the process only after it has
+    end of the pipe is notified. The kernel closes the other files of the process only after it has
     freed the memory, which takes a while.
     """
     kept = threading.Event()
@@ -86,7 +86,7 @@ def close_on_death(fd: int) -> None:
                     with contextlib.suppress(OSError):
                         os.close(other)
         finally:
-            # After an error here, the starting thread must not wait forever.
+            # Set the event even after an error, because the caller waits for it.
             kept.set()
         while own:
             libc.pause()

@@ -1,4 +1,4 @@
-"""The life of a worker process, from the fork to the exit."""
+"""The life of a worker process from the fork to the exit: it waits, sets itself up, and serves."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglrl.wire.processes import ActorSpec, EngineSpec, Fork, WorkerSpec
 from .process_control import close_on_death, die_with_parent, raise_oom_score, set_process_name
 
 _OOM_SCORE = 300
-"""A worker's ``oom_score_adj`` minus the fork server's."""
+"""The difference between the ``oom_score_adj`` of a worker and of the fork server."""
 
 
 def detach(parent: int) -> None:
@@ -37,9 +37,9 @@ def detach(parent: int) -> None:
 
 
 def become_worker(pipe: int, kept: int) -> None:
-    """Wait for a ``Fork`` on ``pipe`` and run its worker.
+    """Wait for a ``Fork`` on ``pipe`` and run the worker that it requests.
 
-    Return if ``pipe`` closes without a message. ``kept`` closes when the worker is killed.
+    Return if ``pipe`` closes without a message. When the worker is killed, ``kept`` closes.
     """
     with open(pipe, "rb") as file:
         body = file.read()
@@ -56,7 +56,7 @@ def become_worker(pipe: int, kept: int) -> None:
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
     os.environ.update(request.env)
     with contextlib.suppress(OSError):
-        # The folder may have been removed.
+        # The folder may no longer exist.
         os.chdir(request.cwd)
     if request.sys_path is not None:
         sys.path[:] = request.sys_path
@@ -65,10 +65,10 @@ def become_worker(pipe: int, kept: int) -> None:
 
 
 def _run(spec: WorkerSpec) -> None:
-    """Serve until ``Shutdown``.
+    """Run the worker until ``Shutdown``.
 
-    An exception ends the process. Its traceback is the worker's last output, which the driver
-    shows.
+    An exception ends the process. The driver shows its traceback, which is the worker's last
+    output.
     """
     match spec.body:
         case ActorSpec():
