@@ -2,37 +2,37 @@
 
 The output is the prompt, repeated up to ``max_new_tokens``. The logprob of output position i is
 ``-(i + 1) / 1024``. In the distribution of the next token, the last token of the prompt is the
-likeliest. Each following id is less likely by a factor of e; after the largest id comes 0. The
+likeliest. Each following id is less likely by a factor of e, and 0 follows the largest id. The
 likeliest tokens of an output position are 0, 1, ..., with the logprobs of this distribution. All
-values of ``logprobs_mode`` have the same logprobs. A score at temperature t has these logprobs over
-t. The sampling mask of output position i has the token and the i % 3 ids after it; after the
-largest id comes 0. The logprob of given token id i is ``-i / 1024`` at output position 0, and by 1
-less at each later position. Value j of the hidden state of position i is ``i + j / 1024``. With
+values of ``logprobs_mode`` give the same logprobs. A score at temperature t divides these logprobs
+by t. The sampling mask of output position i has the token and the i % 3 ids that follow it. The
+logprob of given token id i is ``-i / 1024`` at output position 0, and less by 1 at each later
+position. Value j of the hidden state of position i is ``i + j / 1024``. With
 ``enable_return_routed_experts=True``, choice j of layer l at position p of prompt and output is
 expert (p + l + j) % e.
 
 Weights do not change the output, but they have versions. The first update of all tensors may have
-any names, shapes and dtypes. Later updates must have the same. The engine keeps only checksums of
-them (see ``fake_weights``). The first message of the weight channel imports torch.
+any names, shapes and dtypes, and later updates must have the same. The engine keeps only checksums
+of the tensors (see ``fake_weights``). The first message of the weight channel imports torch.
 
 Engine arguments:
 
 * ``tokens_per_step`` (default: all at once): new tokens of each running request per step.
 * ``step_seconds`` (default 0): duration of a step without requests.
-* ``request_seconds`` (default 0): how much longer each running request makes a step.
+* ``request_seconds`` (default 0): time that each running request adds to the duration of a step.
 * ``max_running_requests`` (default: no limit): further requests wait, in the order of arrival.
 * ``vocab_size``, ``context_length``: the limits that the engine reports.
-* ``hidden_size`` (default 0: no hidden states).
+* ``hidden_size`` (default 0, for no hidden states): number of values in a hidden state.
 * ``fail_start``: the start raises ``RuntimeError`` with this text.
-* ``max_lora_rank`` (default 0: no adapters), ``lora_target_modules``, ``max_loaded_loras``: the
-  limits for adapters, which do not change the output. ``fail_lora``: a path; a worker that finds
-  a file there removes it, and cannot prepare the adapter.
-* ``routed_experts`` (default (2, 2, 8)): layers, choices of a token in each of them, and experts e.
-* ``answers``: lists of token ids. Each request gets the next of them in place of the repeated
-  prompt, up to ``max_new_tokens`` or the first of ``stop_token_ids``. Requests after the last list
-  get the prompt.
-* ``hang_file``: a path. A worker that finds a file there in a step removes the file and hangs. If
-  the file has a number, the worker first goes on until a request has that many new tokens.
+* ``max_lora_rank`` (default 0, for no adapters), ``lora_target_modules``, ``max_loaded_loras``: the
+  limits for adapters, which do not change the output.
+* ``fail_lora``: a path. A worker removes a file at this path, and fails to prepare the adapter.
+* ``routed_experts`` (default (2, 2, 8)): number of layers, of choices per token, and of experts e.
+* ``answers``: lists of token ids. Each request outputs the next list in place of the repeated
+  prompt, up to ``max_new_tokens`` or to the first of ``stop_token_ids``. Requests after the last
+  list repeat the prompt.
+* ``hang_file``: a path. A worker removes a file at this path during a step, and hangs. If the file
+  contains a number, the worker first continues until a request has that many new tokens.
 """
 
 from __future__ import annotations
@@ -111,22 +111,22 @@ class FakeEngine:
             layer, choice = np.arange(layers)[:, None], np.arange(k)
             self.rows = ((at + layer + choice) % experts).astype(self.routed.dtype)
         self.weights: FakeWeights | None = None
-        """None until the first message of the weight channel, because it needs torch."""
+        """The weights, or None before the first message of the weight channel imports torch."""
         self.version = 0
         self.empty = False
-        """The weights were not kept in sleep, and no update has brought new ones."""
+        """Whether a sleep has dropped the weights, and no update has sent new ones since."""
         self.orders: deque[Order] = deque()
-        """Work between two steps, which other threads have asked for."""
+        """Work that other threads have requested, to be done between two steps."""
         self.held_back: dict[int, Running] | None = None
-        """Requests that wait until those before them have ended; None: no order waits for that."""
+        """New requests that wait until earlier requests end. None if no order drains."""
         self.updating = False
         self.requests: dict[int, Running] = {}
         self.controls = FakeControls(self)
         self.stopped = False
-        """The engine was paused, and not resumed."""
+        """Whether the engine was paused and not resumed since."""
         self.asleep: tuple[str, ...] = ()
         self.later: dict[int, Callable[[], None]] = {}
-        """Answers to requests that arrived while the engine was paused and that need no step."""
+        """Answers that need no step, to calls that arrived while the engine was paused."""
         self.generated = 0
         self.prompted = 0
         self.request_steps = 0
@@ -232,7 +232,7 @@ class FakeEngine:
             self._when_running(id_, partial(self._answer, id_, TokenChunk(b""), row))
 
     def _answer(self, id_: int, chunk: TokenChunk, row: bytes | None = None) -> None:
-        """Answer a request that needs no step, with the present version of the weights."""
+        """Answer a request that needs no step, with the current version of the weights."""
         chunk = msgspec.structs.replace(chunk, version=self.version)
         if row is None:
             self.mailbox.put(id_, ItemKind.DONE, chunk)
@@ -285,11 +285,11 @@ class FakeEngine:
         return self.weights.channel
 
     def order(self, work: Callable[[], None], inflight: str, is_over: Callable[[], bool]) -> None:
-        """Do the work between two steps. Called on the threads of the weight channel.
+        """Queue work to be done between two steps. Called on the threads of the weight channel.
 
         Args:
-            inflight: what happens to running requests before.
-            is_over: returns whether the work is no longer wanted.
+            inflight: how running requests are treated before the work.
+            is_over: returns True if the work is no longer wanted.
         """
         self.orders.append(Order(work, inflight, is_over))
         self.wake()
@@ -299,7 +299,7 @@ class FakeEngine:
         self.mailbox.wake()
 
     def switch(self, version: int) -> None:
-        """Use a version of the weights from the next step on."""
+        """Use this version of the weights from the next step on."""
         self._report_all()
         self.version = version
         if self.empty:
@@ -324,7 +324,7 @@ class FakeEngine:
                 self.held_back = None
 
     def _report_all(self) -> None:
-        """Report all tokens so far, because later tokens have another version."""
+        """Report all tokens so far, because later tokens will have another version."""
         for id_, request in self.requests.items():
             if request.done > request.sent:
                 self._emit(id_, request, "")
@@ -332,7 +332,7 @@ class FakeEngine:
     # --- pausing ----------------------------------------------------------------------------------
 
     def go_on(self) -> None:
-        """Answer the requests that waited, unless the engine is still paused."""
+        """Send the answers in ``later``, unless the engine is still paused."""
         if self.paused:
             return
         later, self.later = self.later, {}
@@ -399,13 +399,13 @@ class FakeEngine:
         request.sent = request.done
         routed = None
         if request.routed >= 0:
-            # No step has had the last token as input.
+            # The last token has not been the input of a step, so it has no row.
             routed = self.rows[request.routed : len(request.prompt) // 4 + request.done - 1]
             request.routed += len(routed)
         self.mailbox.put(id_, ItemKind.DONE if finish else ItemKind.CHUNK, chunk, routed)
 
     def _with_mask(self, chunk: TokenChunk, begin: int) -> TokenChunk:
-        """Add the sampling mask of tokens from output position ``begin`` on."""
+        """Add the sampling masks of the tokens in ``chunk``, which start at position ``begin``."""
         sets = [
             sorted((token + more) % self.vocab_size for more in range(1 + at % 3))
             for at, token in enumerate(np.frombuffer(chunk.ids, "<i4").tolist(), begin)

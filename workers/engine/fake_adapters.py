@@ -12,14 +12,14 @@ from sglrl.wire.adapters import LoraCommit, LoraKeep, LoraPart, LoraPrepare
 
 
 class FakeAdapters:
-    """The loaded adapters.
+    """The adapters that are loaded or prepared.
 
     Args:
         options: the arguments of the engine.
 
     Attributes:
-        max_rank, modules, most: limits that the engine reports.
-        loaded: the adapters by name.
+        max_rank, modules, most: the limits that the engine reports.
+        loaded: the loaded adapters by name.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -28,22 +28,22 @@ class FakeAdapters:
         self.most = int(options.get("max_loaded_loras", 0))
         self.loaded: dict[str, LoraCommit] = {}
         self._prepared: set[int] = set()
-        """Serials of adapters that are not live: at most one."""
+        """Serial numbers of adapters that are prepared and not live, at most one."""
         self._failing = Path(options["fail_lora"]) if "fail_lora" in options else None
 
     def handle(self, args: LoraPart | LoraPrepare | LoraCommit | LoraKeep) -> float | None:
         """Execute a call that concerns adapters, and return its answer.
 
         Raises:
-            InvalidRequest: the engine takes no adapters.
-            InvalidAdapter: the file of ``fail_lora`` exists.
+            InvalidRequest: the engine accepts no adapters.
+            InvalidAdapter: the file at ``fail_lora`` existed.
         """
         if not self.max_rank:
             raise InvalidRequest("the engine takes no adapters")
         match args:
             case LoraPrepare():
                 if self._failing is not None:
-                    # Several workers look for the file. Only the worker that removes it fails.
+                    # Several workers check for the file. Only the worker that removes it fails.
                     with contextlib.suppress(FileNotFoundError):
                         self._failing.unlink()
                         raise InvalidAdapter("the adapter does not fit this worker")
@@ -67,5 +67,5 @@ class FakeAdapters:
             raise UnknownAdapter(f"no adapter {name!r} is loaded")
 
     def version(self, name: str) -> int:
-        """Return the version of a loaded adapter; 0 for no adapter."""
+        """Return the version of a loaded adapter, or 0 for an empty name."""
         return self.loaded[name].version if name else 0

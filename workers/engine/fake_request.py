@@ -1,4 +1,4 @@
-"""What the fake engine has to do: its requests, and work between two steps."""
+"""The work of the fake engine: its requests, and orders to execute between two steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 
 class Order(NamedTuple):
-    """Work between two steps. See ``FakeEngine.order``."""
+    """Work to do between two steps. See ``FakeEngine.order`` for the fields."""
 
     work: Callable[[], None]
     inflight: str
@@ -21,16 +21,16 @@ class Running(msgspec.Struct):
     """One request.
 
     Attributes:
-        prompt: int32 token ids.
-        answer: the tokens that are repeated, int32.
-        limit: the number of new tokens.
+        prompt: the prompt as int32 token ids.
+        answer: the output as int32 token ids, repeated if it is shorter than ``limit``.
+        limit: the total number of new tokens.
         done: the number of new tokens so far.
-        sent: how many of them the engine has reported.
-        top: the number of likeliest tokens at each position.
-        mask: report the sampling mask.
-        given: token ids whose logprobs are wanted at each position.
-        hidden: report the hidden states.
-        routed: the first position without a row of routed experts; -1: they are not wanted.
+        sent: the number of new tokens that the engine has reported.
+        top: the number of likeliest tokens to report at each position.
+        mask: whether to report the sampling mask.
+        given: token ids whose logprobs to report at each position.
+        hidden: whether to report the hidden states.
+        routed: the first position whose routed experts were not reported, or -1 to report none.
     """
 
     prompt: bytes
@@ -50,11 +50,11 @@ class Running(msgspec.Struct):
     stop_match: int | None = None
 
     def answer_with(self, answer: bytes, stops: tuple[int, ...]) -> None:
-        """Let the request end with the answer, or with a stop token in it.
+        """End the request after ``answer``, or after the first stop token in ``answer``.
 
         Args:
             answer: int32 token ids.
-            stops: token ids that end the request.
+            stops: ids of stop tokens.
         """
         ids = np.frombuffer(answer, "<i4")
         ends = np.flatnonzero(np.isin(ids, stops))

@@ -1,7 +1,7 @@
 """The weights of the fake engine: a checksum of each tensor, and no values.
 
-The checksums are in one tensor of a fixed size. So updates, copies to other workers and copies in
-the memory of the host take the same way as the weights of SGLang, whatever the names and shapes.
+The checksums are in one tensor of a fixed size. Updates, copies to other workers and copies to the
+memory of the host therefore work as they do for SGLang's weights, for any names and shapes.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
 _TABLE_BYTES = 8 << 20
 """Room for the checksums of about 60,000 tensors."""
 _HEAD = 8
-"""Bytes at the beginning of the table: the length of the rest."""
+"""Size in bytes of the first field of the table: the length of the encoded checksums."""
 
 
 class Scheduler(Protocol):
     """The parts of the fake engine that change its weights between two steps.
 
-    The channel's threads call ``order``. The engine later calls the method of ``FakeWeights`` that
-    it was given, on its own thread.
+    The channel's threads call ``order`` with a method of ``FakeWeights``. The engine's thread
+    later calls that method.
     """
 
     def order(self, work: Any, inflight: str, is_over: Any) -> None: ...
@@ -91,10 +91,10 @@ class ChecksumTable:
         self.keep(self.table_with(bound))
 
     def table_with(self, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Return the beginning of the table with the checksums of these tensors, too.
+        """Return the content of the table, extended by the checksums of these tensors.
 
         Raises:
-            InvalidWeights: there is no room for them.
+            InvalidWeights: the table has no room for the checksums.
         """
         body = msgspec.msgpack.encode([*{**self._known(), **_shards(tensors)}.values()])
         if len(body) > _TABLE_BYTES - _HEAD:
@@ -120,7 +120,7 @@ class FakeWeights:
     # --- on the channel's threads -----------------------------------------------------------------
 
     def staged(self, update: int, bound: dict[str, torch.Tensor]) -> None:
-        # The engine runs meanwhile. Later it only keeps the checksums.
+        # The engine runs during this computation. The commit only stores the checksums.
         self._ready = (update, self.live.table_with(bound))
 
     def nearly_staged(self, seconds: float, exchanged: bool) -> None:
@@ -146,7 +146,7 @@ class FakeWeights:
 
     def release(self, update: int, version: int | None, *, staged: bool = False) -> float:
         milliseconds = self._holds.release(update, version, staged=staged)
-        # The engine may wait for its requests, because of a hold that is over now.
+        # The engine may still drain its requests for a hold that is over now.
         self._scheduler.wake()
         return milliseconds
 

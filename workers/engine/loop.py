@@ -1,4 +1,4 @@
-"""The scheduler loop for engines without their own loop."""
+"""The scheduler loop of an engine that has no loop of its own, such as the fake engine."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ IDLE_WAIT = 10.0
 
 
 class SteppingEngine(Engine, Protocol):
-    """An engine whose steps the loop calls.
+    """An engine that ``run_engine`` steps.
 
     Attributes:
-        mailbox: the engine's answers go there.
+        mailbox: the connection to the driver, which sends the engine's answers.
     """
 
     mailbox: Mailbox
     request_steps: int
-    """Number of requests in all steps: each request counts once in each of its steps."""
+    """The sum of the number of running requests over all steps."""
 
     def stats(self) -> EngineStats:
         """Return the engine's load and counters."""
@@ -45,20 +45,20 @@ class SteppingEngine(Engine, Protocol):
 
     @property
     def phase(self) -> str:
-        """The phase for heartbeats: "", or one of ``core.hangs``."""
+        """The phase for heartbeats: "", or a phase of ``core.hangs``."""
         ...
 
     def between_steps(self) -> None:
-        """Do what other threads have asked for. This may block during a weight update."""
+        """Do the work that other threads have requested. A weight update may block this."""
         ...
 
     def step(self) -> None:
-        """Advance all running requests. This blocks for one step at most."""
+        """Advance all running requests by one step. This blocks for at most one step."""
         ...
 
 
 def run_engine(spec: WorkerSpec, body: EngineSpec, engine: SteppingEngine) -> None:
-    """Serve until ``Shutdown``."""
+    """Connect to the driver, and run the engine until ``Shutdown``."""
     mailbox = engine.mailbox = Mailbox(spec)
     mailbox.starting("fake engine")
     start_heartbeats(spec, lambda: Heartbeat(mailbox.progress, engine.phase))

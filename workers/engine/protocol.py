@@ -1,4 +1,4 @@
-"""The interface of an engine.
+"""The interface between the mailbox and an engine, and checks that all engines share.
 
 The mailbox calls the methods between two scheduler steps, on the scheduler's thread. The engine
 answers later, through ``Mailbox.put``.
@@ -50,11 +50,11 @@ class Later(Enum):
 
 
 LATER: Final = Later.LATER
-"""A method of ``Engine.controls`` returns this if it answers its call later."""
+"""The result of a method of ``Engine.controls`` that answers its call later."""
 
 
 def check_sleep(asleep: Collection[str], inflight: str) -> None:
-    """Raise ``InvalidRequest`` unless the tags are known, and ``inflight`` is a known mode."""
+    """Raise ``InvalidRequest`` if a tag or the mode ``inflight`` is unknown."""
     if unknown := sorted(set(asleep) - set(SLEEP_TAGS)):
         raise InvalidRequest(f"unknown tags {unknown}; known: {', '.join(SLEEP_TAGS)}")
     if inflight not in SLEEP_MODES:
@@ -64,25 +64,25 @@ def check_sleep(asleep: Collection[str], inflight: str) -> None:
 class Engine(Protocol):
     """An engine that produces tokens.
 
-    Invariant: the engine answers every id that ``generate``, ``score`` or ``next_token_logprobs``
-    accepts exactly once with a final item, also after ``abort``.
+    Invariant: for each id that ``generate``, ``score`` or ``next_token_logprobs`` accepts, the
+    engine sends exactly one final item, also after ``abort``.
     """
 
     @property
     def controls(self) -> Any:
-        """The control endpoints: an object with a method for each that the engine has.
+        """The control endpoints: an object with one method for each endpoint of the engine.
 
         ``sglrl/control/engine_endpoints.py`` lists the endpoints. A method takes the id of the call
-        and the arguments of the endpoint. It returns the answer, or ``LATER`` and answers through
-        ``Mailbox.put_value``. ``resume`` gets the id -1 if no call waits for its answer.
+        and the arguments of the endpoint. It returns the answer, or it returns ``LATER`` and answers
+        through ``Mailbox.put_value``. ``resume`` is called with the id -1 if no call waits for it.
 
         Raises:
-            InvalidRequest: from a method: an argument is wrong, or the engine cannot do this.
+            InvalidRequest: a method got a wrong argument, or the engine does not support the call.
         """
         ...
 
     def generate(self, id_: int, args: GenerateArgs) -> None:
-        """Accept a request. After an ``InvalidRequest``, the engine holds no request ``id_``."""
+        """Accept a request, or raise ``InvalidRequest`` and keep no request ``id_``."""
         ...
 
     def score(self, id_: int, args: ScoreArgs) -> None:
@@ -94,7 +94,7 @@ class Engine(Protocol):
         ...
 
     def abort(self, id_: int) -> None:
-        """Stop a request soon. Unknown ids are ignored."""
+        """Stop a request soon. Ignore an unknown id."""
         ...
 
     def adapters(self, id_: int, args: LoraPart | LoraPrepare | LoraCommit | LoraKeep) -> None:
@@ -103,7 +103,7 @@ class Engine(Protocol):
         The type of ``args`` documents the call.
 
         Raises:
-            InvalidRequest: the engine takes no adapters.
+            InvalidRequest: the engine accepts no adapters.
         """
         ...
 

@@ -8,11 +8,11 @@ from typing import Final
 from sglrl.wire.engine import RATE_SECONDS
 
 _STEPS: Final = 4
-"""Number of steps in which the mean follows a change."""
+"""Number of steps over which the mean is smoothed."""
 _LONGEST: Final = 0.1
-"""Seconds. Upper limit of ``StepClock.recent``: a longer time between launches was idle time."""
+"""Upper limit of ``StepClock.recent`` in seconds. A longer interval contains idle time."""
 _SLICES: Final = 20
-"""Parts of the window. The tokens of one part are counted together."""
+"""Number of parts of the window. The tokens of one part are counted together."""
 
 
 class StepClock:
@@ -22,13 +22,13 @@ class StepClock:
     and ``idle``.
 
     Attributes:
-        mean: the mean duration of the latest steps in seconds; 0 before the first step.
-        shortest: the smallest value that no step exceeded in two steps in a row; 0 before the
-            second step. A single short step does not count: an engine that launches steps ahead
-            launches two at once after a pause.
-        recent: seconds between the last launches: the shorter one of the last two intervals,
-            because one of the two may have been a prefill. While weights are received, steps take
-            1.5 times as long.
+        mean: the mean duration of the latest steps in seconds, or 0 before the first step.
+        shortest: the minimum over all pairs of consecutive steps of the longer duration, or 0
+            before the second step. A single short step does not count, because an engine that
+            launches steps ahead launches two at once after a pause.
+        recent: the shorter of the last two intervals between launches, in seconds. The longer
+            interval may have been a prefill. While weights are received, steps take 1.5 times as
+            long.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class StepClock:
         self._idle = True
 
     def launch(self, now: float) -> None:
-        """Record the launch of a step. The step before it has ended, unless the engine was idle.
+        """Record the launch of a step. This ends the previous step, unless the engine was idle.
 
         Args:
             now: time in seconds, on any monotonic clock.
@@ -66,18 +66,18 @@ class StepClock:
 class TokenRate:
     """The tokens per second in the latest ``RATE_SECONDS`` seconds.
 
-    Time in which the process does not run counts, too. A total over the whole uptime would hide
-    that an engine has stopped.
+    Time in which the process does not run counts, too. A mean over the whole uptime would hide that
+    an engine has stopped.
 
     Args:
-        now: time in seconds at which the engine was ready, on any monotonic clock. All other times
-            are on the same clock.
+        now: the time at which the engine was ready, in seconds on any monotonic clock. All other
+            times are on the same clock.
     """
 
     def __init__(self, now: float) -> None:
         self._begun = now
         self._slices: deque[tuple[int, int]] = deque()
-        """Number of a part of time, and its tokens. The numbers ascend."""
+        """The number of each part of the time, in ascending order, and its tokens."""
 
     def add(self, tokens: int, now: float) -> None:
         """Record new tokens."""
@@ -88,7 +88,7 @@ class TokenRate:
         self._forget(number)
 
     def per_second(self, now: float) -> float:
-        """Return the rate. An engine that is younger than the window has a shorter one."""
+        """Return the rate. If the uptime is shorter than the window, use the uptime instead."""
         self._forget(self._number(now))
         seconds = min(RATE_SECONDS, now - self._begun)
         return sum(tokens for _, tokens in self._slices) / seconds if seconds > 0 else 0.0

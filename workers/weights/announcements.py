@@ -1,4 +1,4 @@
-"""Announce to the engine that an update will soon have arrived, so that it can avoid a step."""
+"""Announce to the engine that an update is about to arrive, so that it delays its next step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Announcements:
         """Bytes per second of the last update that was received into spare memory."""
 
     def at_once(self, update: Update) -> bool:
-        """Announce the update at once, if it will take less than two steps.
+        """Announce the update immediately, if it is expected to take less than two steps.
 
-        The estimate is the rate of the last update. A later announcement could be too late, after
-        the launch of another step.
+        The estimate uses the rate of the last update. For a short update, a later announcement
+        could come after the launch of another step.
 
         Returns:
             True if no later announcement is needed.
@@ -41,7 +41,7 @@ class Announcements:
         sizes = update.layout.sizes
         middle = len(arrivals) // 2
         arrivals[middle].synchronize()
-        # Use the GPU's clock, because this thread may be late.
+        # Measure with the GPU's clock, because this thread may run late.
         took = arrivals[0].elapsed_time(arrivals[middle]) / 1e3
         rate = sum(sizes[1 : middle + 1]) / max(1e-6, took)
         ahead = self._engine.step_seconds() * rate
@@ -62,7 +62,7 @@ class Announcements:
 
 
 def arrival() -> torch.cuda.Event:
-    """Return an event of the current stream: everything launched before it has arrived."""
+    """Record an event on the current stream. It completes after all work launched before it."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -13,10 +13,10 @@ from .staging import Update
 
 
 class CurrentUpdate:
-    """The current update of a rank. An abort ends it, whatever other threads do meanwhile.
+    """The current update of a rank. An abort ends it, even while other threads work on it.
 
     Attributes:
-        dirty: some live weights are new and some are old.
+        dirty: whether some live weights are new and some are old.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class CurrentUpdate:
         self._given_up = 0
         """Id of the last update that was aborted."""
         self._lock = threading.Lock()
-        """Held while memory is written that the next update or the engine uses, too."""
+        """Held during writes to memory that the next update or the engine also uses."""
 
     def begin(self, update: Update) -> None:
         with self._lock:
@@ -51,7 +51,7 @@ class CurrentUpdate:
 
     @contextlib.contextmanager
     def writing(self, link: Link, id_: int) -> Iterator[None]:
-        """Hold back an abort while the block writes for this update.
+        """Delay an abort until the block has finished its writes for this update.
 
         Raises:
             WeightUpdateError: the update was aborted.
@@ -62,10 +62,10 @@ class CurrentUpdate:
             yield
 
     def abort(self, id_: int, link: Link | None) -> Update | None:
-        """Abort the update, and end the current one.
+        """Abort the update with this id, and drop the current update.
 
         Args:
-            link: the link to abandon, if any.
+            link: the link to abandon, or None.
 
         Returns:
             The current update, if there was one.

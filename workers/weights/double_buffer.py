@@ -1,9 +1,9 @@
-"""Two physical memories that can exchange their addresses.
+"""Two physical memories, live and spare, that can exchange their addresses.
 
 New weights are written to the spare memory while the engine reads the live memory. Then the two
 memories exchange their addresses, and no byte is copied. The live address never changes, because
-CUDA graphs and other code hold pointers to it. On an H200 the exchange takes one millisecond for
-16 GB, and a copy takes eight.
+CUDA graphs and other code hold pointers to it. On an H200 the exchange of 16 GB takes one
+millisecond. A copy of 16 GB takes eight.
 
 On CUDA the exchange uses the driver's virtual memory management
 (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#virtual-memory-management). On a CPU it uses
@@ -30,15 +30,15 @@ from .host_copy import HostCopy, Ranges
 SPARE_BYTES = 1 << 30
 """Free GPU memory, in bytes, that staging leaves to the engine."""
 _LEFT_FREE = 4 << 30
-"""With fewer free bytes on the GPU, the spare memory is freed after each update."""
+"""If the GPU has fewer free bytes than this, the spare memory is freed after each update."""
 
 
 class Pages(ABC):
-    """A live memory and a spare one that can replace it.
+    """A live memory, and a spare memory that can replace it.
 
     Attributes:
-        live: the memory in use: uint8, shape (size,).
-        fresh: the spare memory has never been live.
+        live: the memory in use, uint8, shape (size,).
+        fresh: whether the spare memory has never been live.
     """
 
     live: torch.Tensor
@@ -51,7 +51,7 @@ class Pages(ABC):
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Hold this context to read ``live`` on another thread than ``make_live``.
+        """Keep ``make_live`` from exchanging the memories while another thread reads ``live``.
 
         Several threads may read at the same time, for any duration.
         """
@@ -64,9 +64,9 @@ class Pages(ABC):
                 self._readers -= 1
 
     def spare(self) -> torch.Tensor | None:
-        """Return the spare memory, uint8, shape (size,), and create it if necessary.
+        """Return the spare memory, uint8, shape (size,). Create it if necessary.
 
-        None if there is no room for it.
+        Return None if there is no room for the spare memory.
         """
         with self._lock:
             return self._make_spare()
@@ -74,9 +74,9 @@ class Pages(ABC):
     def make_live(self) -> None:
         """Make the contents of the spare memory live.
 
-        This exchanges the two memories. While a thread is ``reading``, which may take long, this
-        copies instead. A copy on CUDA is live for work on the current stream. Nothing else may use
-        either memory, except GPU work that was already launched.
+        This exchanges the two memories. While another thread is ``reading``, which may take long,
+        this copies instead. On CUDA, the copy runs on the current stream. Apart from GPU work that
+        was already launched, nothing else may use either memory during this call.
         """
         with self._lock:
             if not self._readers:
@@ -88,9 +88,9 @@ class Pages(ABC):
         self.live.copy_(spare)
 
     def settle(self) -> None:
-        """Make the memory that was live the spare one, or free it if memory is short.
+        """Make the old live memory the new spare memory, or free it if memory is short.
 
-        Call this after ``make_live``, when time is available.
+        Call this some time after ``make_live``, when the engine is not waiting.
         """
         with self._lock:
             self._settle()
@@ -99,7 +99,7 @@ class Pages(ABC):
         """Free both memories. Their addresses stay reserved.
 
         Args:
-            kept: the parts of the live memory to copy to the memory of the host.
+            kept: the byte ranges of the live memory to copy to the memory of the host.
 
         Raises:
             EngineError: the host has too little memory for ``kept``, or a thread is ``reading``.
@@ -113,9 +113,9 @@ class Pages(ABC):
             self.fresh = True
 
     def restore(self) -> None:
-        """Allocate the live memory again, and load the parts that ``release`` has kept.
+        """Allocate the live memory again, and load the ranges that ``release`` has kept.
 
-        The other parts have any values.
+        The other bytes have arbitrary values.
 
         Raises:
             RuntimeError: the GPU has too little free memory. Nothing was allocated.
@@ -239,7 +239,7 @@ class _CudaMemory:
         return results[0] if results else None
 
     def create(self, size: int) -> Any:
-        # One handle for everything: the time of an exchange grows with the number of handles.
+        # Use a single handle, because the duration of an exchange grows with their number.
         return self._ask("cuMemCreate", size, self._properties, 0)
 
     def release(self, handle: Any) -> None:
@@ -287,9 +287,9 @@ class _CudaPages(Pages):
         memory.map(self._live_at, self._size, self._live)
         self.live = memory.tensor(self._live_at, self._size)
         self._other: Any = None
-        """The spare memory's handle."""
+        """The handle of the spare memory."""
         self._other_at: Any = None
-        """The address of the spare memory. It maps ``_other`` only if ``_settled``."""
+        """The address of the spare memory. ``_other`` is mapped there only if ``_settled``."""
         self._settled = True
         self._spare: torch.Tensor | None = None
 
@@ -310,7 +310,7 @@ class _CudaPages(Pages):
 
     def _exchange(self) -> None:
         torch.cuda.synchronize(self._device)
-        # Memory may be mapped at two addresses, so ``_settle`` can map the spare one later.
+        # Memory may be mapped at two addresses, so ``_settle`` can map the spare memory later.
         self._memory.unmap(self._live_at, self._size)
         self._memory.map(self._live_at, self._size, self._other)
         self._live, self._other = self._other, self._live

@@ -1,4 +1,4 @@
-"""The hold of an engine: it makes no steps during one update."""
+"""Holds: keep the scheduler of an engine waiting, without steps, during one update."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ logger = logging.getLogger("sglrl.worker")
 
 
 class Hold:
-    """An engine that makes no steps during one update.
+    """The hold of an engine for one update. A held engine makes no steps.
 
     Attributes:
-        version: the version of the weights after the hold. None: the version does not change.
+        version: the version of the weights after the hold. None if the version does not change.
         staged: the update whose staged weights become live when the hold ends.
     """
 
@@ -28,7 +28,7 @@ class Hold:
         self.released = threading.Event()
 
     def wait(self) -> None:
-        """Stay here until ``Holds.release``. Called on the scheduler's thread."""
+        """Block the scheduler's thread until ``Holds.release``."""
         self.begun = time.perf_counter()
         self.held.set()
         while not self.released.wait(IDLE_WAIT):
@@ -38,9 +38,9 @@ class Hold:
 
 
 class Holds:
-    """The holds of one rank's engine, one at a time. Any thread may call the methods.
+    """The holds of one rank's engine, at most one at a time. Any thread may call the methods.
 
-    ``held`` and ``release`` are those of ``WeightEngine``.
+    ``held`` and ``release`` implement the methods of ``WeightEngine``.
     """
 
     def __init__(self) -> None:
@@ -50,10 +50,10 @@ class Holds:
         """The id of the last update whose hold was released."""
 
     def of(self, update: int) -> Hold | None:
-        """Return the hold of an update, or None when the update is over.
+        """Return the hold of an update, or None if the hold was already released.
 
-        Another rank of the replica may be ahead. The scheduler's thread may then receive the
-        command to hold before this rank's channel does.
+        Create the hold if necessary: if another rank of the replica is ahead, the scheduler's
+        thread receives the command to hold before the channel of this rank does.
         """
         with self._lock:
             if update <= self._over:

@@ -1,4 +1,4 @@
-"""A copy of parts of a device's memory in the memory of the host."""
+"""Keep a copy of parts of a GPU's or CPU's weight memory in other memory of the host."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglrl.errors import EngineError
 from sglrl.transport.system_limits import available_memory
 
 Ranges = Sequence[tuple[int, int]]
-"""First byte, and last byte plus one, of each part."""
+"""The first byte of each part, and the byte after its last."""
 
 _PIECE_BYTES = 1 << 30
 _LEFT_FREE = 0.05
@@ -19,10 +19,10 @@ _LEFT_FREE = 0.05
 
 
 class HostCopy:
-    """Saves parts of a device's memory, and loads them again.
+    """Saves parts of a device's memory to the memory of the host, and loads them again.
 
-    The memory for a GPU is page-locked, so that the GPU copies at the speed of its bus. Locking it
-    takes 3 s for 16 GB on an H200, so it is kept for the next copy.
+    For a GPU the host memory is page-locked, so that the GPU copies at the speed of its bus.
+    Locking takes 3 s for 16 GB on an H200, so the locked memory is kept for the next copy.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,7 +32,7 @@ class HostCopy:
         self._pieces: list[torch.Tensor] = []
 
     def save(self, memory: torch.Tensor, ranges: Ranges) -> None:
-        """Copy these parts.
+        """Copy the given ranges of ``memory`` to the memory of the host.
 
         Args:
             memory: the memory of the device: uint8, shape (size,).
@@ -55,7 +55,7 @@ class HostCopy:
         self._synchronize()
 
     def _parts(self, memory: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return each part of the host's memory with its part of ``memory``."""
+        """Pair each part of the host memory with the part of ``memory`` that it stores."""
         pairs = []
         pieces = iter(self._pieces)
         piece = next(pieces, torch.empty(0, dtype=torch.uint8))
@@ -101,10 +101,10 @@ class HostCopy:
 
 
 def _new_memory(size: int) -> torch.Tensor:
-    """Return memory that the process owns already: uint8, shape (size,)."""
+    """Return zeroed memory whose pages are already allocated: uint8, shape (size,)."""
     length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
     pages = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # There are fewer pages to lock then.
+        # With huge pages, there are fewer pages to lock.
         pages.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(pages, dtype=torch.uint8)[:size].zero_()

@@ -1,7 +1,7 @@
-"""Keep a rank's live weights in the memory of its host, for its replacement.
+"""Keep a rank's live weights in the memory of its host, for the worker that replaces it.
 
-The memory belongs to the fork server, so it outlives the rank. Its first page says what it holds.
-While the weights are being copied, this page says that it holds nothing.
+The memory belongs to the fork server, so it outlives the rank. The first page describes the
+contents. During a copy of weights, this page describes the memory as empty.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from .weight_engine import WeightEngine, overwriting
 
 KEEP, RESTORE = "keep", "restore"
 _PIECE_BYTES = 32 << 20
-"""Bytes that a GPU copies at once. A step of the engine waits for the current copy: 0.6 ms on an
-H200. A multiple of the page size."""
+"""The bytes of one copy on a GPU, a multiple of the page size. A step of the engine waits for the
+current copy, which takes 0.6 ms on an H200."""
 _PIECES_AHEAD = 16
-"""Number of copies that wait for the GPU. A copy that is cancelled still makes them."""
+"""The number of copies that may wait for the GPU. They finish even if the keeping is canceled."""
 _LEFT_FREE = 0.05
 """Share of the available memory that stays free."""
 
 
 class _Contents(msgspec.Struct, array_like=True, frozen=True):
-    """The first page. ``digest``: of the names, dtypes and shapes of the tensors."""
+    """The first page. ``digest`` covers the names, dtypes and shapes of the tensors."""
 
     version: int
     digest: str
@@ -44,9 +44,9 @@ class KeptWeights:
     """One rank's memory for its weights.
 
     Args:
-        path: the path of the memory; empty: this rank has none.
-        stream: copies run on it.
-        answer: sends an answer to the driver. Called from any thread.
+        path: the path of the memory. Empty if this rank has none.
+        stream: the stream on which the copies run.
+        answer: sends an answer to the driver. This class calls it on any thread.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class KeptWeights:
         """The id of the last ``RestoreWeights``."""
 
     def keep(self, message: KeepWeights) -> None:
-        """Copy the live weights to the memory. Answer with the number of bytes."""
+        """Copy the live weights to the memory, and answer with the number of bytes."""
         link = self._fresh()
 
         def copy() -> int:
@@ -91,9 +91,9 @@ class KeptWeights:
         self._run(link, message.id, KEEP, copy)
 
     def restore(self, message: RestoreWeights) -> None:
-        """Copy the weights from the memory. Answer True once the engine has their version.
+        """Copy the weights from the memory to the live weights, and answer True after that.
 
-        The answer is False if the memory holds other weights, or none.
+        Answer False if the memory holds weights of another version or model, or no weights.
         """
         link = self._fresh()
         self._restoring = message.id
@@ -120,7 +120,7 @@ class KeptWeights:
         self._run(link, message.id, RESTORE, copy)
 
     def cancel(self) -> None:
-        """Stop copying, and release the engine at once."""
+        """Stop the current copy, and release the engine at once."""
         if self._link is not None:
             self._link.abandon()
         self._engine.release(self._restoring, None)
@@ -145,10 +145,10 @@ class KeptWeights:
 
 
 class _Memory:
-    """The memory, mapped into this process.
+    """The memory of the fork server, mapped into this process.
 
     Args:
-        size: bytes that it must have.
+        size: the minimum size of the memory, in bytes.
 
     Raises:
         WeightUpdateError: the host has too little memory for this size.
@@ -165,7 +165,7 @@ class _Memory:
                         f"keeping these weights takes {size:,} bytes of memory, and the host has "
                         f"room for {now + room:,}"
                     )
-                # Take it now: later, a page that the system does not have would be a SIGBUS.
+                # Allocate now, because a page that is missing later would cause a SIGBUS.
                 os.posix_fallocate(file, 0, size)
             self.size = os.fstat(file).st_size
             self._map = mmap.mmap(file, self.size)
@@ -176,22 +176,22 @@ class _Memory:
         """The addresses of pieces that are page-locked."""
 
     def contents(self) -> _Contents | None:
-        """Return what the memory holds; None: no complete weights."""
+        """Return the contents of the first page. None if the memory has no complete weights."""
         length = int.from_bytes(self._map[:8], "little")
         return msgspec.msgpack.decode(self._map[8 : 8 + length], type=_Contents) if length else None
 
     def say(self, contents: _Contents | None) -> None:
-        """Write what the memory holds."""
+        """Write a description of the contents to the first page."""
         body = b"" if contents is None else msgspec.msgpack.encode(contents)
         self._map[8 : 8 + len(body)] = body
-        # Last, because it makes the contents valid.
+        # Write the length last, because it makes the contents valid.
         self._map[:8] = len(body).to_bytes(8, "little")
 
     def lock(self, place: torch.Tensor) -> None:
         """Page-lock a piece, so that a GPU copies to it at the speed of its bus.
 
-        Other calls of CUDA wait meanwhile, so all of the memory is not locked at once: that takes 6
-        s for 16 GB on an H200. The lock lasts as long as the process.
+        Other CUDA calls wait during the lock, so each piece is locked separately. Locking all of
+        the memory at once would take 6 s for 16 GB on an H200. The lock lasts until the exit.
         """
         address = place.data_ptr()
         if address not in self._locked:
@@ -203,9 +203,9 @@ class _Memory:
     def places(
         self, live: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield the place of each tensor, with its dtype and shape, and the tensor.
+        """Yield pairs of the place of a tensor, with its dtype and shape, and the tensor.
 
-        Large tensors come in pieces, unless they are not contiguous. No two pieces share a page.
+        Large contiguous tensors are split into pieces. No two pieces share a page.
         """
         memory = self._bytes
         at = mmap.PAGESIZE

@@ -1,6 +1,6 @@
 """A weight channel that imports torch when it is first used.
 
-An engine without torch starts in a moment with it, and also where torch is not installed.
+With this channel, an engine without torch starts quickly, and also where torch is not installed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class LateRankWeights:
     """Serves the weight channel of an engine on the CPU, until ``close``.
 
     Args:
-        make: makes the channel. It is called on the socket's thread, before the first message is
-            handled, and may import torch.
+        make: returns the real channel. It may import torch. The socket's thread calls it before it
+            handles the first message.
     """
 
     def __init__(self, spec: WorkerSpec, make: Callable[[RankSocket], RankWeights]) -> None:
@@ -42,7 +42,7 @@ class LateRankWeights:
         self._socket.start()
 
     def close(self) -> None:
-        """Stop serving. Does not wait for the thread."""
+        """Stop serving. Do not wait for the thread."""
         self._socket.close()
 
     def _handle(self, message: Any) -> None:
@@ -71,7 +71,7 @@ class LateRankWeights:
 
 
 def _torch_version() -> str:
-    """Return ``torch.__version__`` without the import of torch, or "" if it is not installed."""
+    """Return ``torch.__version__`` without importing torch, or "" if torch is not installed."""
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
         return ""

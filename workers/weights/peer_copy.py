@@ -1,8 +1,8 @@
-"""Copy live weights from one rank to the same rank of a new worker: the ranks' side.
+"""Copy live weights from one rank to the same rank of a new worker: the code of both ranks.
 
-Each copy has a store, a process group of two ranks and a link thread of its own, beside the groups
-of the weight channel. So the sending rank keeps decoding, and a failure ends only this group. The
-driver runs no update meanwhile, so the weights that are read do not change.
+Each copy uses a separate store, process group of two ranks and link thread, besides the groups of
+the weight channel. So the sending rank keeps decoding, and a failure ends only this group. The
+driver starts no update during a copy, so the sent weights do not change.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ARRIVED = "sglrl/arrived"
 """The receiving rank sets this key when it has connected."""
 _BATCH_BYTES = 1 << 30
 _CONNECT_SECONDS = 10.0
-"""The sending rank's store is already listening."""
+"""Time limit to connect to the sending rank's store, which is already listening."""
 _AUTOGROUP = Path("/proc/self/autogroup")
 _AUTOGROUP_SECONDS = 0.15
 
@@ -48,7 +48,7 @@ class PeerCopy:
     Args:
         host: the address at which the ranks of other workers reach this process.
         on_stream: returns the context in which transfers run.
-        answer: sends an answer to the driver. Called from any thread.
+        answer: sends an answer to the driver. This class calls it on any thread.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class PeerCopy:
         """The id of the last ``ReceivePeerCopy``."""
 
     def send(self, message: SendPeerCopy) -> None:
-        """Answer with a ``PeerCopyOffer``, then send the weights once the receiver connects."""
+        """Answer with a ``PeerCopyOffer``, then send the weights when the receiver connects."""
         link = self._fresh()
         ready: dict[str, Any] = {}
 
@@ -76,16 +76,16 @@ class PeerCopy:
             ready["live"] = self._engine.live.tensors()
             link.store = Store(self._host, message.timeout)
             port = link.store.port
-            # A client of our own store, like the receiver: it breaks when the store is closed.
+            # Connect as a client, like the receiver, so that this breaks when the store is closed.
             ready["store"] = connect_store(self._host, port, message.timeout)
             return PeerCopyOffer(self._host, port, digest(ready["live"]))
 
         def transfer() -> None:
             if "store" in ready:
-                # The receiver reports a failure. torch raises RuntimeError.
+                # The receiver reports a failure, so ignore it here. torch raises RuntimeError.
                 quiet = contextlib.suppress(SglrlError, RuntimeError)
                 with quiet, _before_others():
-                    # Until the receiver connects, nothing but this wait must be interrupted.
+                    # Until the receiver connects, an abort only has to interrupt this wait.
                     ready["store"].wait([_ARRIVED])
                     with self._engine.live.reading():
                         self._transfer(link, ready["store"], 0, ready["live"], message.timeout)
@@ -95,7 +95,7 @@ class PeerCopy:
         link.submit(transfer)
 
     def receive(self, message: ReceivePeerCopy) -> None:
-        """Answer once the weights are live and the engine has their version."""
+        """Receive the weights. Answer when they are live and the engine has their version."""
         link = self._fresh()
         self._receiving = message.id
 
@@ -118,7 +118,7 @@ class PeerCopy:
         link.submit(job)
 
     def cancel(self) -> None:
-        """Release the engine at once, whatever the link's thread waits for."""
+        """Release the engine at once, even while the link's thread waits."""
         self._link.abandon()
         self._engine.release(self._receiving, None)
 
@@ -152,8 +152,8 @@ class PeerCopy:
 def _before_others() -> Iterator[None]:
     """Raise the priority of this thread, because a new worker waits for it.
 
-    A worker on a CPU lowers the priority of its process and of its autogroup when it starts to
-    serve. Both are raised, as far as the system permits.
+    A worker on a CPU lowers the priority of its process and its autogroup when it starts to serve.
+    This function raises both, as far as the system permits.
     """
     nice = _autogroup_nice()
     if nice is not None:
@@ -164,7 +164,7 @@ def _before_others() -> Iterator[None]:
     try:
         yield
     finally:
-        # Another copy, or a worker without requests, may have found the value 0: leave it.
+        # If another copy runs, or this worker has had no requests, the value was 0 before: keep it.
         with contextlib.suppress(OSError):
             try:
                 if nice is not None and nice != "0":
@@ -176,9 +176,9 @@ def _before_others() -> Iterator[None]:
 
 
 def _autogroup_nice() -> str | None:
-    """The nice value of this process's autogroup (sched(7)); None if it has no autogroup."""
+    """Return the nice value of this process's autogroup (sched(7)), or None without autogroups."""
     try:
-        # "/autogroup-71 nice 5". Empty for a process that is in no autogroup.
+        # The content is like "/autogroup-71 nice 5", or empty if the process has no autogroup.
         words = _AUTOGROUP.read_text(encoding="utf-8").split()
     except OSError:
         return None
@@ -186,17 +186,17 @@ def _autogroup_nice() -> str | None:
 
 
 def _as_one(group: Group, pieces: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Broadcast the pieces as one tensor; return what has arrived.
+    """Broadcast the pieces as one tensor, and return the pieces on both ranks.
 
-    Few broadcasts are faster: during each wait the sender's scheduler thread takes the GIL, and it
-    releases the GIL late.
+    Few broadcasts are faster, because each wait costs time: the sender's scheduler thread takes
+    the GIL during the wait, and releases it late.
     """
     packed = torch.cat([piece.reshape(-1).view(torch.uint8) for piece in pieces])
     group.broadcast([packed]).wait()
     if group.rank == 0:
         return pieces
     parts = packed.split([piece.nbytes for piece in pieces])
-    # Copied, because a part may start at an address that is not aligned for its dtype.
+    # Copy each part, because its address may not be aligned for its dtype.
     return [
         part.clone().view(piece.dtype).view(piece.shape)
         for part, piece in zip(parts, pieces, strict=True)

@@ -1,4 +1,4 @@
-"""PREPARE on one rank: check the manifest, and get memory for the update."""
+"""Prepare an update on one rank: check the manifest, and allocate memory for the update."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .staging_memory import RING_BYTES, StagingMemory, choose
 from .weight_engine import LiveWeights
 
 IN_FLIGHT = 3
-"""Maximum buckets being received and unpacked at the same time on a GPU."""
+"""Maximum number of buckets that a GPU receives and unpacks at the same time."""
 
 
 class Preparation:
@@ -42,11 +42,11 @@ class Preparation:
         """The last update, until ``free`` frees its memory."""
 
     def prepare(self, message: Prepare, *, dirty: bool) -> Update:
-        """Check the manifest, and return an update that has memory.
+        """Check the manifest, and return an update with allocated memory.
 
         Args:
-            dirty: some live weights are new and some are old. The engine is still held, so they are
-                overwritten in place.
+            dirty: whether some live weights are new and some are old. The engine is then still
+                held, so the update overwrites them in place.
 
         Raises:
             InvalidWeights: the manifest does not fit the model, or there is no room.
@@ -56,14 +56,14 @@ class Preparation:
             update = kept.again(message)
             if update.spare is None or self._spare(message) is not None:
                 return update
-            # There is no longer room for the spare memory.
+            # There is no room for the spare memory any more.
             del update
         # Free the kept memory, because the new update may need the room.
         del kept
         return self._first(message, dirty)
 
     def committed(self, update: Update) -> None:
-        """Keep the memory of an update that is live, if the next update may use it."""
+        """Keep the memory of a live update, if the next update may use it."""
         if update.worth_keeping:
             self._kept = update
             if update.spare is not None and update.layout.total > KEPT_BYTES:
@@ -94,12 +94,12 @@ class Preparation:
         return update
 
     def _spare(self, message: Prepare) -> Staged | None:
-        """Return the engine's own memory for new weights. None if the engine has none."""
+        """Return the engine's spare memory for new weights, or None if the engine has none."""
         with self._stream.use():
             return self._live.spare([spec.name for spec in message.tensors])
 
     def _has_room_to_unpack(self, update: Update) -> bool:
-        """Return True if the buckets that arrive as one piece have memory outside ``spare``."""
+        """Return True if there is room for the buckets that cannot arrive directly in ``spare``."""
         layout = update.layout
         if all(map(update.in_pieces, range(len(layout.sizes)))):
             return True
@@ -110,14 +110,14 @@ class Preparation:
     def _checked(self, message: Prepare) -> Layout:
         """Check that the manifest fits the model, and return its layout.
 
-        The last manifest is cached: a trainer sends the same manifest each time, and checking a few
-        hundred names takes a millisecond.
+        The last manifest is cached, because a trainer sends the same manifest each time, and
+        checking a few hundred names takes a millisecond.
         """
         manifest = (message.tensors, message.bucket_bytes, message.partial, message.source)
         if self._manifest is None or self._manifest[0] != manifest:
             description = self._describe()
-            # Ignored names may be experts of other ranks. The driver has asked all ranks for their
-            # tensors, and has checked these names.
+            # Ignored names may be experts of other ranks. The driver knows the tensors of all
+            # ranks, and has checked these names.
             elsewhere = set(description.ignored)
             mine = [spec for spec in message.tensors if spec.name not in elsewhere]
             if not message.source and (mine or not message.partial):

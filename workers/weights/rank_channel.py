@@ -1,8 +1,8 @@
-"""One rank's end of the weight channel: it receives updates, and answers the driver's messages.
+"""One rank's end of the weight channel: receive updates, and answer the driver's messages.
 
-Work runs on three threads:
+The work runs on three threads:
 
-* The socket's thread only receives messages and answers them.
+* The socket's thread only receives messages and sends answers.
 * The link's thread runs work that takes time or waits for other processes.
 * The scheduler's thread changes live weights, between two steps (see ``WeightEngine``).
 """
@@ -65,7 +65,7 @@ class RankWeights:
     """Serves one rank's weight channel until ``close``.
 
     Args:
-        socket: calls ``handle`` and ``connection_broke``. None: this object makes and starts it.
+        socket: calls ``handle`` and ``connection_broke``. None creates and starts a new socket.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class RankWeights:
         self._timeout = 60.0
         """Seconds that the members of the current group wait for each other."""
         self._last = Prepare(0, 0, [], 0, "", "", False, "")
-        """The last ``Prepare``. The next one may refer to its tensors."""
+        """The last ``Prepare``. The next ``Prepare`` may refer to its tensors."""
         self._description: ModelDescription | None = None
         self._describing = threading.Lock()
         self._current = CurrentUpdate()
@@ -91,8 +91,8 @@ class RankWeights:
         self._full = FullStage(live, announcements)
         self._bucketed = BucketedStage(engine, self._current, self._stream)
         self._files = FilesStage(live, self._current, self._stream)
-        # The scheduler runs Python code for milliseconds at a time. With the default interval, an
-        # update's messages could wait for five milliseconds.
+        # The scheduler runs Python code for milliseconds at a time. With the default interval, the
+        # messages of an update could wait for five milliseconds.
         sys.setswitchinterval(5e-4)
         self._newest = 0
         """The id of the driver's last message."""
@@ -107,16 +107,18 @@ class RankWeights:
             self._socket.start()
 
     def close(self) -> None:
-        """Stop serving. Does not wait for the thread."""
+        """Stop serving. Do not wait for the thread."""
         self._socket.close()
 
     def committed(self, update: int, pause: Callable[[], float], error: str = "") -> None:
-        """Report that the update is live, or that the commit failed. The engine calls this.
+        """Report to the driver that the update is live, or that the commit failed.
+
+        The engine calls this.
 
         Args:
-            pause: waits until the update is live, and returns for how many milliseconds no step
-                could run.
-            error: why the commit failed, or "".
+            pause: waits until the update is live, and returns the number of milliseconds in which
+                no step could run.
+            error: the reason why the commit failed, or "".
         """
 
         def finish() -> Committed:
@@ -129,11 +131,11 @@ class RankWeights:
             return Committed(pause_ms)
 
         if self._socket.is_this_thread:
-            # The scheduler continues now. Another thread would have to wait for the GIL.
+            # Answer here, because another thread would wait for the GIL of the running scheduler.
             self._socket.answer_now(perform(update, COMMIT, finish))
         else:
             self._run(update, COMMIT, finish)
-        # Freeing thousands of views takes a while, so answer first.
+        # Free the memory after the answer, because freeing thousands of views takes a while.
         self._link.submit(self._preparation.free)
 
     # --- the socket's thread ----------------------------------------------------------------------
@@ -177,11 +179,11 @@ class RankWeights:
                 self._socket.say_hello(dirty=self.connection_broke())
 
     def _run(self, id_: int, phase: str, work: Callable[[], Any]) -> None:
-        """Run a phase of an update on the link's thread, and answer with its result."""
+        """Run a phase of an update on the link's thread, and answer with the result."""
         self._link.submit(lambda: self._socket.answer(perform(id_, phase, work)))
 
     def _ask(self, id_: int, phase: str, work: Callable[[], Any]) -> None:
-        """Answer a question. Questions are not part of an update: an abort does not affect them."""
+        """Answer a question. It is not part of an update, so an abort does not affect it."""
         self._questions.submit(lambda: self._socket.answer(perform(id_, phase, work)))
 
     def _commit(self, id_: int) -> None:
@@ -200,12 +202,12 @@ class RankWeights:
             self._engine.commit(id_, update.message.version, update.message.inflight)
 
     def _abort(self, message: Abort) -> None:
-        """Discard the update and answer at once, even while the link's thread waits."""
+        """Discard the update and answer at once, even while the link's thread is blocked."""
         dirty = self._give_up(message.id, leave=message.leave)
         self._socket.answer(RankAnswer(message.id, ABORT, None, msgspec.Raw(encode(dirty))))
 
     def connection_broke(self) -> bool:
-        """Give up all work for the driver. Return whether live weights are partly new."""
+        """Give up all work for the driver. Return whether only some live weights are new."""
         self._cancel_copies()
         return self._give_up(self._newest, leave=True)
 
@@ -214,10 +216,10 @@ class RankWeights:
         self._kept.cancel()
 
     def _give_up(self, id_: int, *, leave: bool) -> bool:
-        """Discard all updates up to this one. Return whether live weights are partly new.
+        """Discard all updates up to this one. Return whether only some live weights are new.
 
         Args:
-            leave: leave the group, too.
+            leave: whether to leave the group as well.
         """
         update = self._current.abort(id_, self._link if leave else None)
         if leave:
@@ -228,8 +230,8 @@ class RankWeights:
         held = update is not None and (update.mode == "bucketed" or update.drained)
         if update is not None and held and not dirty:
             self._engine.release(update.id, None)
-        # While only some weights are new, the engine stays held: until another update succeeds or
-        # the worker is killed.
+        # If only some weights are new, the engine stays held until another update succeeds or the
+        # worker is killed.
         return dirty
 
     # --- the link's thread ------------------------------------------------------------------------
@@ -269,14 +271,14 @@ class RankWeights:
             groups[0].onward = groups[1]
 
     def _prepare(self, message: Prepare) -> Prepared:
-        """Check the manifest, get memory for the update, and hold the engine if it must drain."""
+        """Check the manifest, get memory for the update, and drain the engine if requested."""
         if message.like:
             raise WeightUpdateError("the manifest is one that this rank does not have")
         update = self._preparation.prepare(message, dirty=self._current.dirty)
         self._current.begin(update)
         if update.drained and not self._current.dirty:
-            # Drain now: this wait can be longer than a collective's timeout, and the update can
-            # still be aborted.
+            # Drain now, because this wait can be longer than the time limit of a collective, and
+            # because the update can still be aborted.
             self._engine.hold(message.id, message.inflight)
             while not self._engine.held(message.id, 0.1):
                 self._current.check(message.id)
@@ -288,7 +290,7 @@ class RankWeights:
             raise WeightUpdateError("there is no such update")
         with self._stream.use():
             if message.mode == "bucketed" and update.mode == "full":
-                # Another rank of this replica has less room, and all ranks pause together.
+                # Another rank of this replica has less room. All ranks must use the same mode.
                 update.mode, update.memory, update.bound = "bucketed", [], None
                 update.staged, update.spare = [], None
                 sizes = ring_sizes(update.layout, update.layout.total)
@@ -303,7 +305,7 @@ class RankWeights:
                 self._bucketed.receive(link, update, self._timeout)
         link.check()
         if update.mode == "full":
-            # An abort drops staged tensors. After an abort, do not stage this update.
+            # An abort drops staged tensors, so do not stage them after an abort.
             with self._current.writing(link, update.id):
                 self._engine.staged(message.id, update.bound)
 
@@ -311,10 +313,10 @@ class RankWeights:
 def _own_address(driver: str) -> str:
     """Return the address at which other workers reach this process.
 
-    They can reach the interface through which this process reaches the driver.
+    It is the address of the interface that this process uses to reach the driver.
     """
     host = host_of(driver)
     if not driver.startswith("tcp://") or ":" in host:
-        # The driver is on this machine, or reached with IPv6, which torch's store does not use.
+        # The driver is on this machine, or its address is IPv6, which torch's store does not use.
         return "127.0.0.1"
     return local_address(host, int(driver.rpartition(":")[2]))

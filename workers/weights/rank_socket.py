@@ -1,4 +1,4 @@
-"""The socket of one rank's weight channel, with the thread that receives its messages."""
+"""The socket of one rank's weight channel, and the thread that receives its messages."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class RankSocket:
     """Receives messages and sends answers until ``close``.
 
     Args:
-        settings: the settings that the first message contains.
-        handle: called on the socket's thread with every message.
-        give_up: ``give_up()`` gives up the current update, because the connection broke. It returns
-            whether live weights are partly new. It is called on the socket's thread.
+        settings: the settings of the rank, which ``RankHello`` contains.
+        handle: handles a message. It is called on the socket's thread.
+        give_up: gives up the current update after the connection broke. It returns whether only
+            some live weights are new. It is called on the socket's thread.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RankSocket:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving. Does not wait for the thread."""
+        """Stop serving. Do not wait for the thread."""
         self._closed = True
         self._wake()
 
@@ -69,27 +69,27 @@ class RankSocket:
         return threading.current_thread() is self._thread
 
     def answer(self, answer: RankAnswer) -> None:
-        """Send an answer soon. Can be called from any thread."""
+        """Send an answer soon. Any thread may call this."""
         self._answers.append(answer)
         self._wake()
 
     def answer_now(self, answer: RankAnswer) -> None:
-        """Send an answer at once. Only on the socket's thread."""
+        """Send an answer at once. Only the socket's thread may call this."""
         assert self._dealer is not None
         self._dealer.send([encode(answer)])
 
     def say_hello(self, *, dirty: bool = False) -> None:
-        """Tell the driver that this rank is there. Only on the socket's thread."""
+        """Send ``RankHello`` to the driver. Only the socket's thread may call this."""
         assert self._dealer is not None
         self._dealer.send([encode(RankHello(self._settings, self._connections, dirty))])
 
     def _on_break(self) -> None:
-        """Let the socket's thread replace the socket. Called on another thread."""
+        """Request that the socket's thread replace the socket. Called on another thread."""
         self._broken = True
         self._wake()
 
     def _reconnect(self, dealer: ZmqPolledDealer) -> None:
-        """Open a new connection. Messages were lost with the old one, so no update can go on."""
+        """Replace the connection. Its messages were lost, so no current update can continue."""
         self._broken = False
         self._watch.handled()
         self._watch = BreakWatch(self._spec.returns, self._on_break)

@@ -1,4 +1,4 @@
-"""The CUDA stream on which a rank receives weights, beside the streams of the engine."""
+"""The CUDA stream on which a rank receives weights. The engine uses other streams."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class SideStream:
-    """A stream of one device. On a CPU it does nothing."""
+    """A CUDA stream of one device. On a CPU there is no stream to use or to wait for."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -1,4 +1,4 @@
-"""Receive an update into the live weights, because there is no room for a second copy."""
+"""Receive an update directly into the live weights, because a second copy would not fit."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from .weight_engine import WeightEngine
 class BucketedStage:
     """Receives buckets into the live weights while the scheduler is held.
 
-    Buckets go through a ring of slots until the scheduler is held, and if they do not have the
-    layout of the live tensors.
+    A bucket goes through a ring of slots if it arrives before the scheduler is held, or if it does
+    not have the layout of the live tensors.
     """
 
     def __init__(self, engine: WeightEngine, current: CurrentUpdate, stream: SideStream) -> None:
@@ -31,7 +31,7 @@ class BucketedStage:
         """Receive all buckets.
 
         Args:
-            timeout: seconds that the engine may take until it is held.
+            timeout: maximum seconds until the engine is held.
         """
         engine, group, layout = self._engine, link.group, update.layout
         live = engine.live
@@ -73,8 +73,8 @@ class BucketedStage:
                     link.reader.receive(update.id, bucket, data.copy_)
                 waiting.append((bucket, work, views))
                 if group is not None and not bucket:
-                    # The sender checks the weights, then sends the first bucket. Overwrite no live
-                    # weights before that.
+                    # The sender checks the weights before it sends the first bucket. Do not
+                    # overwrite live weights before this bucket has arrived.
                     work.wait()
                     group.synchronize()
                 if self._is_held(update, 0):
@@ -90,5 +90,5 @@ class BucketedStage:
         self._stream.synchronize()
 
     def _is_held(self, update: Update, timeout: float) -> bool:
-        """Wait until the engine is held. If some live weights are new, it is held already."""
+        """Wait until the engine is held. An engine with some new live weights is held already."""
         return self._current.dirty or self._engine.held(update.id, timeout)

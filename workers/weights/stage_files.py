@@ -19,7 +19,7 @@ from .weight_engine import LiveWeights
 
 
 class FilesStage:
-    """Reads the weights, cast to the engine's dtypes, into spare or staging memory."""
+    """Reads weights from files into spare or staging memory, and casts them to its dtypes."""
 
     def __init__(self, live: LiveWeights, current: CurrentUpdate, stream: SideStream) -> None:
         self._live = live
@@ -48,7 +48,7 @@ class FilesStage:
 
 
 def _tensors(path: Path, wanted: Mapping[str, int]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the wanted tensors of a file.
+    """Yield the tensors of a file whose names are in ``wanted``.
 
     Raises:
         WeightUpdateError: the file cannot be read.

@@ -1,4 +1,4 @@
-"""Receive an update into memory beside the live weights, while the scheduler continues."""
+"""Receive an update into separate memory, while the scheduler continues with the live weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .weight_engine import LiveWeights
 
 
 class FullStage:
-    """Receives all buckets into staging memory. The engine copies them when they become live."""
+    """Receives all buckets into staging memory. Later the engine copies them to the live memory."""
 
     def __init__(self, live: LiveWeights, announcements: Announcements) -> None:
         self._live = live
@@ -58,7 +58,7 @@ class FullStage:
 
 
 class SpareStage:
-    """Receives all buckets into the spare memory, which then changes places with the live one."""
+    """Receives all buckets into the spare memory, which is later exchanged with the live memory."""
 
     def __init__(
         self,

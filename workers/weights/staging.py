@@ -1,4 +1,4 @@
-"""The memory into which a rank receives an update, before the update is live."""
+"""The state and the memory of an update that a rank receives, before the update is live."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from sglrl.weights.group import Group
 from sglrl.wire.weights import Prepare
 
 KEPT_BYTES = 2 << 30
-"""A rank keeps up to this much staging memory for the next update.
+"""The maximum size of staging memory that a rank keeps for the next update.
 
-The rank also keeps the objects that copy the memory: for a small model, making them takes longer
+The rank also keeps the views into this memory. For a small model, making the views takes longer
 than receiving the weights.
 """
 
@@ -30,7 +30,7 @@ class Update:
         layout: the place of each tensor in the buckets.
         mode: "full" stages all weights before they become live; "bucketed" writes bucket after
             bucket into the live weights while the engine is held.
-        room: bytes that staging may use.
+        room: the number of bytes that staging may use.
 
     Attributes:
         memory: one tensor of bytes for each bucket, or for each slot of a ring.
@@ -55,12 +55,12 @@ class Update:
 
     @property
     def drained(self) -> bool:
-        """True if the engine is held from ``Prepare`` on, after its running requests finish."""
+        """True if the engine is held from ``Prepare`` on, once its running requests finish."""
         return self.message.inflight == "drain"
 
     @property
     def worth_keeping(self) -> bool:
-        """True if the next update may use this memory: keeping it costs little memory or none."""
+        """True if the next update may use this memory, because keeping it costs little memory."""
         little = self.layout.total <= KEPT_BYTES
         return self.mode == "full" and (little or self.spare is not None)
 
@@ -78,10 +78,10 @@ class Update:
         return [self.message.tensors[index].name for index in self._within[bucket]]
 
     def unpack(self, bucket: int, data: torch.Tensor, *, again: bool = False) -> None:
-        """Copy the bucket's bytes to ``spare``.
+        """Copy the bytes of a bucket to its tensors in ``spare``.
 
         Args:
-            again: keep the views of ``data``, because the next update uses the same memory.
+            again: whether to keep the views of ``data``, because ``data`` will be used again.
         """
         copies = self._unpacking.get(bucket)
         if copies is None:
@@ -97,7 +97,7 @@ class Update:
         self._unpacking.clear()
 
     def views(self, bucket: int, memory: torch.Tensor) -> Staged:
-        """Return the bucket's tensors as views of ``memory``, by name."""
+        """Return the tensors of a bucket as views of ``memory``, by name."""
         views: Staged = {}
         for index in self._within[bucket]:
             place, spec = self.layout.places[index], self.message.tensors[index]
@@ -106,14 +106,14 @@ class Update:
         return views
 
     def bind(self, bind: Callable[[Staged], Any]) -> None:
-        """Bind all staged tensors with ``WeightEngine.bind``, unless they are in ``spare``."""
+        """Call ``bind`` with all staged tensors, unless they are in ``spare`` or already bound."""
         if self.bound is None and self.spare is None:
             for bucket in range(len(self.staged), len(self.memory)):
                 self.staged.append(self.views(bucket, self.memory[bucket]))
             self.bound = bind({k: v for views in self.staged for k, v in views.items()})
 
     def serves(self, message: Prepare) -> bool:
-        """Return True if the next update can use the memory of this one."""
+        """Return True if an update with this ``Prepare`` can use the memory of this update."""
         mine = self.message
         return (
             message.mode in ("auto", self.mode)
@@ -124,20 +124,20 @@ class Update:
         )
 
     def again(self, message: Prepare) -> Update:
-        """Return the next update, which shares the memory of this one."""
+        """Return the next update, which uses the memory of this update."""
         update = copy.copy(self)
         update.id, update.message = message.id, message
         return update
 
 
 def broadcast(group: Group, update: Update, bucket: int, data: torch.Tensor, views: Staged) -> Any:
-    """Receive a bucket into ``data``, or into its ``views``. Return the work to wait for."""
+    """Receive a bucket into ``data`` or its ``views``. Return the work handle to wait for."""
     pieces = group.takes_pieces and update.in_pieces(bucket)
     return group.broadcast(list(views.values()) if pieces else [data])
 
 
 class Nothing:
-    """Replaces a broadcast that has finished."""
+    """Replaces the work handle of a broadcast that has already finished."""
 
     @staticmethod
     def wait() -> None:
@@ -145,9 +145,9 @@ class Nothing:
 
 
 class Slots:
-    """The memory of a bucketed update: a ring of slots, and a large one for larger buckets.
+    """The memory of a bucketed update: a ring of slots, and one large slot for larger buckets.
 
-    A slot is used again only after the copies of its bucket are on the stream.
+    A slot is reused only after the copies of its bucket were launched on the stream.
     """
 
     def __init__(self, update: Update) -> None:
@@ -162,17 +162,17 @@ class Slots:
         return self._large if large else self._small
 
     def has_room(self, bucket: int) -> bool:
-        """Return True if ``take`` would find memory."""
+        """Return True if a slot for this bucket is free."""
         return bool(self._pool(bucket))
 
     def take(self, bucket: int) -> torch.Tensor:
-        """Return free memory for a bucket, until ``free``."""
+        """Return a free slot for a bucket. The bucket owns the slot until ``free``."""
         pool = self._pool(bucket)
         memory = pool.pop(0)
         self._used[bucket] = (pool, memory)
         return memory
 
     def free(self, bucket: int) -> None:
-        """Make the bucket's memory available for another bucket."""
+        """Make the slot of a bucket available for another bucket."""
         pool, memory = self._used.pop(bucket)
         pool.append(memory)

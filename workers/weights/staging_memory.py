@@ -1,4 +1,4 @@
-"""The memory that a rank allocates for an update: how much there is, and how it is divided."""
+"""Allocate the memory of an update on one rank: its size, and how it is divided."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .double_buffer import SPARE_BYTES
 RING_BYTES = 6 << 30
 """Bytes of the ring of a bucketed update, which has no memory for a second copy of all weights.
 
-The ring holds the buckets that arrive before the engine is held. With little free memory the ring
-is smaller, but has at least ``MIN_RING`` slots.
+The ring holds the buckets that arrive before the engine is held. If little memory is free, the
+ring is smaller, but it has at least ``MIN_RING`` slots.
 """
 MIN_RING = 2
 
@@ -27,19 +27,19 @@ class StagingMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._had = 0
-        """Bytes of the last update's staging memory, which torch still caches."""
+        """The size of the last update's staging memory, which torch still caches."""
 
     def allocate(self, sizes: Sequence[int]) -> list[torch.Tensor]:
         return [torch.empty(size, dtype=torch.uint8, device=self._device) for size in sizes]
 
     def allocate_all(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """Allocate all memory of an update, and record how much it is."""
+        """Allocate all memory of an update, and record its size."""
         memory = self.allocate(sizes)
         self._had = sum(sizes)
         return memory
 
     def room(self, wanted: int) -> int:
-        """Return the bytes that staging may use, or any number of at least ``wanted``."""
+        """Return the bytes that staging may use. A result above ``wanted`` may be too low."""
         if self._device.type == "cpu":
             return available_memory()
         # memory_reserved() and similar functions build a dict of all statistics, which takes a
@@ -49,16 +49,16 @@ class StagingMemory:
             stats["reserved_bytes"]["all"]["current"] - stats["allocated_bytes"]["all"]["current"]
         )
         if cached >= wanted and wanted <= self._had:
-            # The last update's memory is enough. Asking the CUDA driver can take a millisecond.
+            # The memory of the last update suffices. A call of the driver can take a millisecond.
             return cached
         free: int = torch.cuda.mem_get_info(self._device)[0]
         return max(0, free + cached - SPARE_BYTES)
 
 
 def ring_sizes(layout: Layout, room: int) -> list[int]:
-    """Return the sizes of a bucketed update's slots.
+    """Return the sizes of the slots of a bucketed update.
 
-    The last slot is a large one, if some buckets are larger than a slot.
+    If some buckets are larger than a slot, the last slot has the size of the largest bucket.
     """
     slot = layout.ring_slot
     large = max((size for size in layout.sizes if size > slot), default=0)
@@ -75,7 +75,7 @@ def choose(wanted: str, layout: Layout, room: int, *, must_fit: bool) -> tuple[s
         must_fit: whether the smallest ring must fit into ``room``.
 
     Returns:
-        The mode and the sizes of its memory: of every bucket, or of the slots of a ring.
+        The mode, and the sizes of the memory: one for each bucket, or for each slot of the ring.
 
     Raises:
         InvalidWeights: there is no room for the mode that was requested.

@@ -1,4 +1,4 @@
-"""The interface of an engine for weight updates."""
+"""The interface that an engine implements so that the weight channel can update its weights."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from .staging import Staged
 
 
 class LiveWeights(Protocol):
-    """The tensors of a rank's model: where they are, and how others take their place."""
+    """The tensors of a rank's model: read them, and write or replace their values."""
 
     device: torch.device
 
     def describe(self) -> ModelDescription:
         """Return the names, shapes and dtypes of the weights.
 
-        Called on the link's thread. This may take seconds.
+        The link's thread calls this. It may take seconds.
         """
         ...
 
@@ -31,11 +31,11 @@ class LiveWeights(Protocol):
         ...
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return all tensors of the weights as the engine stores them, each storage once."""
+        """Return all tensors of the weights as the engine stores them, each storage only once."""
         ...
 
     def reading(self) -> AbstractContextManager[Any]:
-        """Return a context for reading ``tensors`` on another thread than the engine's.
+        """Return a context in which a thread other than the engine's may read ``tensors``.
 
         Several threads may read at the same time.
         """
@@ -45,48 +45,48 @@ class LiveWeights(Protocol):
         """Return memory for these tensors that becomes live without a copy.
 
         The caller fills the memory, then calls ``WeightEngine.staged`` with None. The engine keeps
-        the memory until it becomes live. Weights in no tensor of ``names`` already have their live
-        values there.
+        the memory until it becomes live. Weights that ``names`` does not contain already have
+        their live values in this memory.
 
         Returns:
-            The tensors by name. None if the engine has no such memory, or none for these tensors.
+            The tensors by name. None if the engine has no memory for these tensors.
         """
         ...
 
     def settle(self) -> None:
-        """Prepare for the next ``spare``. Call this when time is available."""
+        """Prepare for the next call of ``spare``, when the engine is not waiting."""
         ...
 
     def targets(self, names: Sequence[str]) -> list[torch.Tensor] | None:
-        """Return the live tensors of these weights, to receive into without a copy.
+        """Return the live tensors with these names, to receive new values without a copy.
 
-        None unless all of them are contiguous and have the sizes of the named weights.
+        Return None unless all of them are contiguous and have the sizes of the named weights.
         """
         ...
 
     def bind(self, staged: Staged) -> Any:
-        """Find the target of every part of these tensors, for ``copy`` and ``staged``."""
+        """Find the live target of every part of these tensors, for ``copy`` and ``staged``."""
         ...
 
     def copy(self, bound: Any) -> None:
-        """Copy into the live weights now. The engine must be held."""
+        """Copy the bound tensors into the live weights now. The engine must be held."""
         ...
 
 
 class WeightEngine(Protocol):
-    """The steps of an engine, and the updates that become live between them.
+    """The scheduling side of an engine: updates become live between two of its steps.
 
-    The channel's threads call ``commit`` and ``hold``. The scheduler's thread then performs them,
-    on all ranks between the same two steps.
+    The threads of the channel call ``commit`` and ``hold``. The scheduler's thread performs them
+    later, on all ranks between the same two steps.
     """
 
     @property
     def live(self) -> LiveWeights: ...
 
     def staged(self, update: int, bound: Any) -> None:
-        """Take all tensors of this update, which have arrived.
+        """Accept the tensors of this update, all of which have arrived.
 
-        The engine keeps them until ``commit`` or ``release`` of the same update, or ``forget``.
+        The engine keeps them until ``commit`` or ``release`` of this update, or until ``forget``.
 
         Args:
             bound: the result of ``LiveWeights.bind``. None if the tensors are in ``spare``.
@@ -94,10 +94,10 @@ class WeightEngine(Protocol):
         ...
 
     def nearly_staged(self, seconds: float, exchanged: bool) -> None:
-        """Announce that all tensors will have arrived in about ``seconds``, about one step.
+        """Announce that all tensors will have arrived in about ``seconds``, within about one step.
 
         Args:
-            exchanged: the tensors arrive in ``LiveWeights.spare``.
+            exchanged: whether the tensors arrive in ``LiveWeights.spare``.
         """
         ...
 
@@ -106,25 +106,25 @@ class WeightEngine(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drop the staged update, and the announcement of ``nearly_staged``."""
+        """Drop the staged update, and cancel the announcement of ``nearly_staged``."""
         ...
 
     def commit(self, update: int, version: int, inflight: str) -> None:
         """Make the staged update live between two steps, then call ``RankWeights.committed``.
 
-        If a replica has several ranks, the first rank's call acts on all of them.
+        If a replica has several ranks, the call on the first rank acts on all of them.
         """
         ...
 
     def hold(self, update: int, inflight: str) -> None:
-        """Stop between two steps until ``release``."""
+        """Stop the engine between two steps until ``release``."""
         ...
 
     def held(self, update: int, timeout: float) -> bool:
         """Wait until the engine is held for this update.
 
         Returns:
-            False after ``timeout`` seconds, and at once if this hold was released.
+            False after ``timeout`` seconds, or at once if this hold was already released.
         """
         ...
 
@@ -132,25 +132,25 @@ class WeightEngine(Protocol):
         """End the hold of this update, and cancel pending holds of this and earlier updates.
 
         Args:
-            version: the version of the weights from now on. None keeps the version.
-            staged: make the tensors ``staged`` for this update live first, then call
-                ``RankWeights.committed``. Tensors staged for another update stay staged.
+            version: the new version of the weights. None keeps the version.
+            staged: whether to make the tensors ``staged`` for this update live first, and then call
+                ``RankWeights.committed``. Tensors of another update stay staged.
 
         Returns:
-            Milliseconds for which the engine was held.
+            The number of milliseconds for which the engine was held.
         """
         ...
 
 
 @contextmanager
 def overwriting(engine: WeightEngine, id_: int, version: int, timeout: float) -> Iterator[None]:
-    """Hold the engine for the block, which overwrites all live weights with those of ``version``.
+    """Hold the engine while the block overwrites all live weights with the weights of ``version``.
 
-    If the block raises, the weights are of no version, and the driver ends the worker.
+    If the block raises, the live weights have no defined version, and the driver kills the worker.
 
     Args:
-        id_: the id of the message that asks for the copy.
-        timeout: seconds for the engine to stop.
+        id_: the id of the message that requests the copy.
+        timeout: maximum seconds until the engine stops.
 
     Raises:
         WeightUpdateError: the engine did not stop in time.
