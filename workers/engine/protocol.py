@@ -73,8 +73,8 @@ class Engine(Protocol):
         """The control endpoints: an object with one method for each endpoint of the engine.
 
         ``sglrl/control/engine_endpoints.py`` lists the endpoints. A method takes the id of the call
-        and the arguments of the endpoint. It returns the answer, or it returns ``LATER`` and answers
-        through ``Mailbox.put_value``. ``resume`` is called with the id -1 if no call waits for it.
+        and the arguments of the endpoint. It returns the answer, or ``LATER`` if it answers through
+        ``Mailbox.put_value``. ``resume`` is called with the id -1 if no call waits for it.
 
         Raises:
             InvalidRequest: a method got a wrong argument, or the engine does not support the call.

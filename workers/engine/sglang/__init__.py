@@ -1,1 +1,1 @@
-"""The only folder that imports sglang. ``compat`` absorbs what differs between its versions."""
+"""Run SGLang in a worker. Only this folder imports sglang. ``compat`` hides version differences."""

@@ -1,4 +1,4 @@
-"""Abort requests, wherever they are: not yet sent to SGLang, waiting there, or running."""
+"""Abort requests that SGLang has not yet received, that wait in SGLang, or that run."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Aborts:
         self._table = table
 
     def take_unsent(self, id_: int) -> bool:
-        """Forget a request that SGLang has not received. It would ignore an abort of this request.
+        """Drop a request that SGLang has not received, because SGLang would ignore its abort.
 
         Returns:
-            False if SGLang has received it.
+            False if SGLang has already received the request.
         """
         table, rid = self._table, convert.request_id(id_)
         for unsent in (table.incoming, table.held_back):
@@ -42,7 +42,7 @@ class Aborts:
         """Abort all ``generate`` requests. Return their number.
 
         Args:
-            before: see ``running``.
+            before: the mode of the ``PauseCommand`` that precedes the aborts, as in ``running``.
         """
         table = self._table
         ended: set[str] = set()
@@ -53,7 +53,7 @@ class Aborts:
         return len(ended) + sum(isinstance(request, AbortReq) for request in aborts)
 
     def _return_unsent(self, requests: list[Any], ended: set[str]) -> list[Any]:
-        """Answer the ``generate`` requests that SGLang has not received. Return all others."""
+        """Answer the ``generate`` requests that SGLang has not received. Return the others."""
         table = self._table
         others = []
         for asked in requests:
@@ -71,16 +71,16 @@ class Aborts:
         return others
 
     def running(self, except_for: set[str], before: str, lora: str | None = None) -> list[Any]:
-        """Return commands that abort the ``generate`` requests which SGLang holds.
+        """Return commands that abort the ``generate`` requests in SGLang.
 
         SGLang then returns each request with its tokens so far. It returns waiting requests at
-        once. It returns running requests in the next step that continues requests, which comes
-        when no other request waits for its prefill.
+        once. It returns running requests in the next decode step, which comes when no other request
+        waits for its prefill.
 
         Args:
             except_for: SGLang ids of requests to keep.
             before: the mode of the ``PauseCommand`` that returns running requests to the queue.
-            lora: abort only the requests with this table. None: all.
+            lora: abort only the requests with this adapter. None aborts the requests of all.
         """
         table = self._table
         aborts: list[Any] = [PauseCommand(-1, before)]

@@ -50,34 +50,34 @@ from .tracked_request import MASKS_TOO_LARGE, TrackedRequest, Versions
 logger = logging.getLogger("sglrl.worker")
 
 _DRAIN_WAIT = 0.05
-"""Seconds. Poll interval while an update or a sleep waits for a paused engine.
+"""Poll interval in seconds while a weight update or a sleep waits for a paused engine.
 
-No message reports that the driver has given up this update.
+The engine polls because no message reports that the driver has given up this update.
 """
 
 Tokens = GenerateArgs | ScoreArgs | NextTokenArgs
 
 
 class Adapter(RequestTable):
-    """Implements ``Engine`` on top of a scheduler.
+    """Implements ``Engine`` on top of SGLang's scheduler.
 
-    Collects requests until the scheduler pulls them.
+    The adapter collects requests until the scheduler pulls them.
     """
 
     def __init__(self, mailbox: Mailbox) -> None:
         super().__init__(mailbox)
         self.accelerations: tuple[str, ...] = ()
-        """The accelerations of SGLang that are on."""
+        """The names of the accelerations of SGLang that are on."""
         self.aborts = Aborts(self)
         self.controls = Controls(self, self.aborts)
         self.draining = self.controls.draining
         self.lora = LoraCalls(self, self.aborts)
         self.rows: Rows | None = None
-        """Next-token logprobs of the batch whose results are being processed."""
+        """Next-token logprobs of the batch whose results are processed now."""
         self.result_version = 0
-        """Version of the weights that this batch ran with."""
+        """The version of the weights with which this batch ran."""
         self.result_loras: Mapping[str, int] = {}
-        """Versions of the adapters that this batch ran with, by SGLang's ids."""
+        """The versions of the adapters with which this batch ran, by SGLang's ids."""
 
     # --- calls of the driver ----------------------------------------------------------------------
 
@@ -106,7 +106,7 @@ class Adapter(RequestTable):
         self.requests[id_] = request
 
     def _track(self, asked: Any, args: Tokens, top: int, **values: Any) -> TrackedRequest:
-        """Give SGLang's request its adapter, and return the record of the request.
+        """Set the adapter of SGLang's request, and return our record of the request.
 
         Raises:
             UnknownAdapter: the adapter is not loaded.
@@ -194,7 +194,7 @@ class Adapter(RequestTable):
         weights = str(self.scheduler.sglrl_weight_changes)
         for request in incoming:
             if isinstance(request, TokenizedGenerateReqInput):
-                # KV computed with one state of the weights is never reused with another.
+                # KV that was computed with one version of the weights is never reused with another.
                 request.extra_key = weights + self.lora.cache_key(request.lora_id)
         if self.mailbox.stopped:
             incoming.append(ShutdownReq())
@@ -202,7 +202,7 @@ class Adapter(RequestTable):
 
     @property
     def pending(self) -> bool:
-        """Whether there is work even when no request runs."""
+        """Whether there is work that needs no running request."""
         return self.controls.flushing or bool(self.draining)
 
     def tokens(self, output: BatchTokenIDOutput) -> None:
@@ -254,7 +254,7 @@ class Adapter(RequestTable):
         return version, 0 if request.lora is None else loras.get(request.lora, 0)
 
     def launched(self, batch: Any) -> None:
-        """Record the scheduler's versions for the scores in a launched prefill."""
+        """Record the scheduler's versions for the scoring requests in a launched prefill."""
         scheduler = self.scheduler
         for request, begin in zip(batch.reqs, batch.prefix_lens, strict=True):
             if request.return_logprob:
@@ -268,7 +268,7 @@ class Adapter(RequestTable):
     def answer(
         self, queries: Sequence[Known], logits: torch.Tensor, at: Sequence[int]
     ) -> Callable[[], None]:
-        """Prepare the answers to next-token queries that SGLang has not received.
+        """Prepare the answers to next-token queries that never entered SGLang's queue.
 
         Returns:
             A function that sends the answers.
@@ -278,7 +278,7 @@ class Adapter(RequestTable):
             for row, query in zip(at, queries, strict=True)
         ]
         rows = self.next_tokens.rows(logits, expected)
-        # This acceleration is off in an engine that takes adapters.
+        # This acceleration is off in an engine with adapters, so the version of the adapter is 0.
         versions = self.scheduler.sglrl_version, 0
 
         def send() -> None:
@@ -321,7 +321,7 @@ class Adapter(RequestTable):
         i: int,
         kind: int = ItemKind.DONE,
     ) -> None:
-        """Send new tokens of a request, the last ones unless ``kind`` is CHUNK."""
+        """Send the new tokens of a request. They are the last tokens unless ``kind`` is CHUNK."""
         *chunks, last = self._chunks(request, output, i)
         for chunk in chunks:
             self.mailbox.put(id_, ItemKind.CHUNK, chunk)
@@ -329,7 +329,7 @@ class Adapter(RequestTable):
         self.mailbox.put(id_, kind, last, rows)
 
     def routed(self, request: Any, at: int, rows: NDArray[Any]) -> None:
-        """Take the routed experts of tokens of SGLang's request, from position ``at`` on."""
+        """Keep the routed experts of a request's tokens that begin at position ``at``."""
         known = self.requests.get(convert.call_id(request.rid))
         if known is not None and known.routed is not None:
             known.routed.add(at, rows, partial(routed_experts.cached, self.scheduler, request))
@@ -343,9 +343,9 @@ class Adapter(RequestTable):
         return convert.token_chunks(output, i, request.top, parts, masks, request.given, states)
 
     def drawable(self, rid: str, at: int, ids: NDArray[np.int32]) -> None:
-        """Take the tokens that could be drawn at an output position.
+        """Record the tokens that could be drawn at an output position.
 
-        A position comes again if its token was discarded.
+        A position is reported again if its token was discarded.
         """
         id_ = convert.call_id(rid)
         request = self.requests.get(id_)
@@ -362,7 +362,7 @@ class Adapter(RequestTable):
         """Record that the next result is the first one of ``version`` and ``loras``.
 
         Args:
-            loras: as ``result_loras``.
+            loras: the versions of the adapters, by SGLang's ids.
             produced: the number of output tokens so far, by SGLang's request id.
         """
         for id_, request in self.requests.items():
@@ -370,10 +370,10 @@ class Adapter(RequestTable):
             request.changed(at, self._versions(request, version, loras))
 
     def control(self, output: Any, about: Any) -> None:
-        """Handle a message of SGLang to its tokenizer manager.
+        """Handle a message from SGLang to its tokenizer manager.
 
-        Three kinds of messages matter: the answers to a flush and to the profiler's requests, and a
-        request that SGLang aborted. ``about`` is the request.
+        Three kinds of messages matter: answers to a flush, answers to a request of the profiler,
+        and a request that SGLang has aborted. ``about`` is the request.
         """
         if isinstance(output, FlushCacheReqOutput):
             self.controls.flushed(output.success)

@@ -1,7 +1,7 @@
-"""Commands of ours among the requests that SGLang's scheduler receives.
+"""Our commands among the requests that SGLang's scheduler receives.
 
-Rank 0 puts them into its list of requests, and SGLang's own broadcast brings them to all ranks of a
-replica, so every rank executes them at the same place in its loop.
+Rank 0 puts the commands into its list of requests. SGLang's own broadcast sends the list to all
+ranks of a replica, so every rank executes a command at the same place in its loop.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from sglrl.wire.adapters import LoraPart
 
 @dataclass(frozen=True)
 class WeightCommand:
-    """Make an update live, or hold the engine for it.
+    """Make an update live, or hold the engine for an update.
 
-    inflight: what happens to running requests.
-    hold: stop the loop until the update is live.
+    inflight: how running requests are treated.
+    hold: whether to stop the loop until the update is live.
     """
 
     update: int
@@ -30,10 +30,10 @@ class WeightCommand:
 class PauseCommand:
     """Pause the engine, resume it, or retract running requests.
 
-    call: the call that asked for it; -1: none.
-    mode: "in_place" or "retract" pause the engine, "drain" when no request runs; "" resumes it.
-        Two modes pause nothing: "back" retracts running requests; "wait" does so in an engine that
-        is paused by then.
+    call: the id of the call that requested the command, or -1.
+    mode: "in_place" and "retract" pause the engine at once. "drain" pauses it when no request runs.
+        "" resumes it. "back" retracts running requests and does not pause. "wait" retracts running
+        requests only if the engine is already paused.
     """
 
     call: int
@@ -42,9 +42,9 @@ class PauseCommand:
 
 @dataclass(frozen=True)
 class SleepCommand:
-    """Give memory back, or take it again. See ``SleepEndpoints``.
+    """Free memory, or allocate it again. See ``SleepEndpoints``.
 
-    call: the call that asked for it.
+    call: the id of the call that requested the command.
     """
 
     call: int
@@ -55,11 +55,11 @@ class SleepCommand:
 
 @dataclass(frozen=True)
 class Report:
-    """What a request reports about its tokens beside SGLang's own, sent before the request.
+    """The reports of a request that SGLang itself does not make. Sent before the request.
 
-    logprobs_mode: as in ``SamplingParams``.
-    mask: report the tokens that could be drawn.
-    temperature: the temperature of the scores of given tokens.
+    logprobs_mode: the mode as in ``SamplingParams``.
+    mask: whether to report the tokens that could be drawn.
+    temperature: the temperature at which given tokens are scored.
     """
 
     rid: str
@@ -70,9 +70,9 @@ class Report:
 
 @dataclass(frozen=True)
 class Resume:
-    """The output of a request that another worker has begun, sent before the request itself.
+    """The output of a request that another worker has begun. Sent before the request.
 
-    ``ids``: int64, the tokens that the other worker has generated.
+    ids: the tokens that the other worker has generated, as int64.
     """
 
     rid: str
@@ -80,14 +80,14 @@ class Resume:
 
 
 ABOUT_REQUESTS = (Report, Resume)
-"""Commands that belong to the request that follows them."""
+"""The commands that belong to the request that follows them."""
 
 
 @dataclass(frozen=True)
 class PrepareAdapter:
     """Prepare an adapter. See ``LoraPrepare``.
 
-    call: the call that asked for it.
+    call: the id of the call that requested the command.
     """
 
     call: int
@@ -101,8 +101,8 @@ class PrepareAdapter:
 class CommitAdapter:
     """Make a prepared adapter live. See ``LoraCommit``.
 
-    call: the call that asked for it.
-    uid: SGLang's id of the adapter. A new version has the id of the version that it replaces.
+    call: the id of the call that requested the command.
+    uid: SGLang's id of the adapter. A new version keeps the id of the version that it replaces.
     """
 
     call: int
@@ -115,11 +115,11 @@ class CommitAdapter:
 
 @dataclass(frozen=True)
 class DropAdapters:
-    """Unload adapters that no request uses, and give up preparations.
+    """Unload adapters that no request uses, and drop prepared adapters.
 
-    call: the call that asked for it.
-    uids: SGLang's ids of the adapters.
-    serials: the preparations.
+    call: the id of the call that requested the command.
+    uids: SGLang's ids of the adapters to unload.
+    serials: the serial numbers of the prepared adapters to drop.
     """
 
     call: int

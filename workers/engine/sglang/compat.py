@@ -1,4 +1,4 @@
-"""The differences between the supported SGLang versions (0.5.17 to 0.5.23)."""
+"""Functions that hide the differences between the supported SGLang versions (0.5.17 to 0.5.23)."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _RANKS_FROM_CONTEXT = _RELEASE >= (0, 5, 21)
 
 
 def checked_arguments(args: dict[str, Any], gpu_id: int) -> ServerArgs:
-    """Return SGLang's arguments after the steps that its own server takes before it starts workers.
+    """Return SGLang's arguments, after the steps of SGLang's own server before it starts workers.
 
-    These are SGLang's plugins, environment variables of kernels (and of NCCL, if an argument asks
-    for it), limits of the process, and SGLang's checks, which compare arguments with each other.
+    The steps load SGLang's plugins, set environment variables of kernels (and of NCCL, if an
+    argument requests this) and limits of the process, and check arguments against each other.
 
     Args:
-        gpu_id: the index in ``numa_node``, which has one NUMA node for each GPU of the engine.
+        gpu_id: the index into the argument ``numa_node``, which has one entry for each GPU.
 
     Raises:
         UsageError: SGLang rejects the arguments.
@@ -39,17 +39,17 @@ def checked_arguments(args: dict[str, Any], gpu_id: int) -> ServerArgs:
     nccl = {name for name in os.environ if name.startswith("NCCL_")}
     try:
         server_args = ServerArgs(**args)
-        # From 0.5.23 on, defaults that depend on other arguments are computed here.
+        # From 0.5.23 on, this call computes the defaults that depend on other arguments.
         getattr(server_args, "resolve_once", lambda: None)()
         _set_envs_and_config(server_args)
         server_args.check_server_args()
     except (AssertionError, ValueError, NotImplementedError) as error:
         raise UsageError(f"SGLang rejects its arguments: {error}") from error
     finally:
-        # SGLang's handler kills the whole process tree.
+        # Restore the handler, because SGLang's handler kills the whole process tree.
         signal.signal(signal.SIGQUIT, sigquit)
     if not (server_args.enable_symm_mem or server_args.enable_nccl_nvls):
-        # A trainer that sends weights must have the same settings of NCCL as the workers.
+        # A trainer that sends weights must have the same NCCL settings as the workers.
         for name in [name for name in os.environ if name.startswith("NCCL_")]:
             if name not in nccl:
                 del os.environ[name]
@@ -61,7 +61,7 @@ def checked_arguments(args: dict[str, Any], gpu_id: int) -> ServerArgs:
 def publish_arguments(server_args: ServerArgs, rank: int, gpu_id: int) -> None:
     """Publish the arguments in the process-wide context that SGLang's modules read.
 
-    From 0.5.21 on that context also holds the rank.
+    From 0.5.21 on, this context also holds the rank.
     """
     try:
         from sglang.srt.runtime_context import SpawnRanks
@@ -88,16 +88,16 @@ def scheduler_arguments(
 
 
 def no_ports() -> PortArgs:
-    """Return empty ``PortArgs``, for a scheduler that uses our channels.
+    """Return empty ``PortArgs`` for a scheduler that uses our channels.
 
-    ``PortArgs.init_new`` would make files that are never removed.
+    ``PortArgs.init_new`` would create files that are never removed.
     """
     given: dict[str, Any] = {f.name: None for f in fields(PortArgs) if f.default is MISSING}
     return PortArgs(**given | {"nccl_port": 0})
 
 
 def channels(sink: Any, control: Any) -> SchedulerIpcChannels:
-    """Return ``SchedulerIpcChannels`` in which only our two sinks are set."""
+    """Return ``SchedulerIpcChannels`` that contain only our two sinks."""
     known = {
         "send_to_tokenizer": control,
         "send_to_detokenizer": sink,
@@ -106,21 +106,21 @@ def channels(sink: Any, control: Any) -> SchedulerIpcChannels:
 
 
 def field_values(instance: Any) -> dict[str, Any]:
-    """Return the fields of a slots dataclass by name, to build a subclass from."""
+    """Return the fields of a slots dataclass by name, as arguments for a subclass."""
     return {f.name: getattr(instance, f.name) for f in fields(instance)}
 
 
 def matched(match: Any) -> int:
-    """Return how many tokens on the device ``match_prefix`` has found.
+    """Return the number of tokens on the device that ``match_prefix`` has matched.
 
-    Version 0.5.23 no longer returns their slots.
+    Version 0.5.23 no longer returns the slots of these tokens.
     """
     length = getattr(match, "device_prefix_len", None)
     return len(match.device_indices) if length is None else int(length)
 
 
 def clear_kv_cache(scheduler: Any) -> None:
-    """Forget the whole KV cache. No request may hold a part of it."""
+    """Drop the whole KV cache. No request may hold a part of it."""
     scheduler.tree_cache.reset()
     scheduler.req_to_token_pool.clear()
     scheduler.token_to_kv_pool_allocator.clear()
@@ -129,8 +129,8 @@ def clear_kv_cache(scheduler: Any) -> None:
 
 
 def pool_index(request: Any) -> int:
-    """Return the row of ``req_to_token`` that a running request has."""
-    # From 0.5.19 on, ``kv`` has it.
+    """Return the row of a running request in ``req_to_token``."""
+    # From 0.5.19 on, the request's ``kv`` has the row.
     holder = request if hasattr(request, "req_pool_idx") else request.kv
     return int(holder.req_pool_idx)
 

@@ -1,4 +1,4 @@
-"""The control endpoints of an SGLang engine."""
+"""The control endpoints of an SGLang engine, for example ``pause``, ``sleep`` and ``stats``."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Controls:
         self.draining = Draining(table, aborts, self.slept, self.paused)
         self._profiling = inspection.Profiling()
         self._flushes: list[int] = []
-        """Calls that wait for an empty prefix cache."""
+        """Ids of the calls that wait for an empty prefix cache."""
 
     def stats(self, id_: int) -> EngineStats:
         return engine_stats(self._table, self.draining.drains)
@@ -47,7 +47,7 @@ class Controls:
         return values
 
     def abort(self, id_: int) -> int:
-        # In a paused engine no running request finishes: "wait" returns them to the queue first.
+        # In a paused engine no request finishes, so "wait" first returns them to the queue.
         return self._aborts.all("wait")
 
     def pause(self, id_: int, mode: str) -> Later:
@@ -95,10 +95,10 @@ class Controls:
         return bool(self._flushes)
 
     def pull_flush(self) -> None:
-        """Send a flush to SGLang like a request, so that every rank executes it.
+        """Send a flush to SGLang as a request, so that every rank executes it.
 
-        A request that has just been answered is still in SGLang's batch. The flush then waits for
-        the next turn of the loop.
+        SGLang keeps an answered request in its batch until the next turn of the loop. The flush
+        then waits for this turn.
         """
         if not self._flushes:
             return
@@ -107,7 +107,7 @@ class Controls:
         elif self._table.scheduler.is_fully_idle():
             self._table.incoming.append(FlushCacheReqInput())
         elif self._table.scheduler.sglrl_paused:
-            # A paused loop has no next turn.
+            # The loop of a paused engine has no next turn.
             self.flushed(False)
 
     def flushed(self, success: bool) -> None:
@@ -117,7 +117,7 @@ class Controls:
         self._flushes.clear()
 
     def profiled(self, request: ProfileReq, output: ProfileReqOutput) -> None:
-        """Answer the call that started or stopped the profiler."""
+        """Answer the call that has started or stopped the profiler."""
         id_ = convert.call_id(request.rid)
         try:
             self._mailbox.put_value(id_, self._profiling.answered(request, output))
@@ -126,10 +126,10 @@ class Controls:
         self._mailbox.flush()
 
     def slept(self, command: SleepCommand, error: str) -> None:
-        """Answer the call of a command that was executed, or given up for a later one.
+        """Answer the call of a sleep command that was executed, or replaced by a later command.
 
         Args:
-            error: why it failed, or "".
+            error: the reason why the command failed, or "".
         """
         if error:
             self._mailbox.put_error(command.call, "EngineError", error)
@@ -138,7 +138,7 @@ class Controls:
         self._mailbox.flush()
 
     def paused(self, command: PauseCommand) -> None:
-        """Answer the call of a command that was executed, or given up for a later one."""
+        """Answer the call of a pause command that was executed, or replaced by a later command."""
         if command.call >= 0:
             self._mailbox.put_value(command.call, None)
             # The loop may have no other reason to flush.

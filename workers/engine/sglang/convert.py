@@ -29,14 +29,14 @@ from .tracked_request import Versions
 _sampling = msgspec.msgpack.Decoder(SentSampling)
 _SAMPLINGS = 256
 _MAX_BYTES = 4
-"""Maximum bytes of a character in UTF-8."""
+"""Maximum number of bytes of a UTF-8 character."""
 _XGRAMMAR_PLACE = re.compile(r"\[\d\d:\d\d:\d\d\] \S+:\d+: ")
-"""The time and the line of C++ that xgrammar writes before its errors."""
+"""The time and the C++ source line that xgrammar writes before its errors."""
 PROGRESS_TOKENS = 64
 """Tokens between two reports of a call that is not streamed.
 
-A call of a lost worker loses at most this many tokens. Each report costs the scheduler's thread as
-much time as several tokens.
+When a worker is lost, each of its calls loses at most this many tokens. One report costs the
+scheduler's thread as much time as several tokens.
 """
 
 
@@ -49,7 +49,7 @@ def request_id(id_: int) -> str:
 
 
 def call_id(rid: str) -> int:
-    """Return the call of one of SGLang's request ids."""
+    """Return the id of the call for one of SGLang's request ids."""
     return int(rid[:-1])
 
 
@@ -61,13 +61,13 @@ def token_array(ids: bytes) -> array[int]:
 
 
 class Wanted(NamedTuple):
-    """What a request reports about its tokens beside their logprobs, and its logit processor.
+    """The reports of a request beside its tokens and logprobs, and its logit processor.
 
     Attributes:
-        logprobs_mode, mask: see ``commands.Report``.
-        token_ids: the tokens whose logprobs are wanted at each position.
-        hidden: the hidden states are wanted.
-        experts: the routed experts are wanted.
+        logprobs_mode, mask: the fields of ``commands.Report``.
+        token_ids: the tokens whose logprobs are reported at each position.
+        hidden: whether the hidden states are reported.
+        experts: whether the routed experts are reported.
         processor: the name of the request's logit processor, or "".
     """
 
@@ -80,7 +80,7 @@ class Wanted(NamedTuple):
 
     @property
     def report(self) -> bool:
-        """Whether SGLang's own results are not enough."""
+        """Whether the request needs a ``Report`` command, beside SGLang's own results."""
         return self.mask or self.logprobs_mode != SCALED_LOGPROBS
 
 
@@ -88,10 +88,10 @@ class Samplings:
     """A cache of SGLang's sampling parameters, with one entry for each distinct value.
 
     Args:
-        stream_interval: number of tokens in each report of a request that streams.
+        stream_interval: the number of tokens in each report of a streamed request.
         processors: the names of the logit processors that requests may use.
-        spaces: whether JSON may have any white space. None: the engine does not use XGrammar, and
-            gets grammars as they are.
+        spaces: whether JSON may contain any white space. None if the engine does not use XGrammar
+            and receives grammars unchanged.
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class Samplings:
         self._known: dict[tuple[bytes, bool], tuple[SamplingParams, Wanted]] = {}
 
     def get(self, raw: bytes, stream: bool) -> tuple[SamplingParams, Wanted]:
-        """Return the parameters of one request, and what it reports.
+        """Return the sampling parameters of one request, and its reports.
 
         Raises:
             InvalidRequest: the values are wrong, or SGLang rejects them.
@@ -132,7 +132,7 @@ class Samplings:
 
 
 def _engine_grammar(s: SentSampling, spaces: bool | None) -> dict[str, str]:
-    """Return the grammar for SGLang by the name of its parameter."""
+    """Return the grammars for SGLang, by the names of SGLang's parameters."""
     if spaces is None:
         return {name: getattr(s, name) for name in s.grammars}
     return dict(engine_grammar(name, getattr(s, name), spaces) for name in s.grammars)
@@ -155,11 +155,11 @@ def sampling_params(
     """Convert our sampling parameters to SGLang's.
 
     Args:
-        grammar: the grammar for SGLang by the name of its parameter.
-        interval: number of tokens in each report.
+        grammar: the grammars for SGLang, by the names of SGLang's parameters.
+        interval: the number of tokens in each report.
 
     Raises:
-        InvalidRequest: SGLang rejects the values, or they need a tokenizer and the model has none.
+        InvalidRequest: SGLang rejects the values, or they need a tokenizer that the model lacks.
     """
     if isinstance(tokenizer, NoTokenizer):
         if s.stop or s.stop_regex:
@@ -187,15 +187,15 @@ def sampling_params(
         skip_special_tokens=s.skip_special_tokens,
         sampling_seed=s.seed,
         stream_interval=interval,
-        # SGLang adds the request to a dict, also to an empty one.
+        # SGLang adds the request to this dict, even if the dict is empty.
         custom_params=(s.custom_params or {}) if s.logit_processor else None,
     )
     try:
         params.normalize(tokenizer)
         params.verify(vocab_size)
-        # These are the numbers of last tokens in which SGLang searches. SGLang takes the number of
-        # tokens that the tokenizer makes of the text, and one for each character of a regular
-        # expression. But a model may write the same text with one token for each byte.
+        # SGLang searches this many of the last tokens for a stop. SGLang's own numbers count the
+        # tokens that the tokenizer makes of the text, and one token for each character of a regular
+        # expression. But a model may produce the same text with one token for each byte.
         params.stop_str_max_len = max((len(text.encode()) for text in s.stop_strings), default=0)
         params.stop_regex_max_len *= _MAX_BYTES
     except (ValueError, re.error, OverflowError, RecursionError) as error:
@@ -204,7 +204,7 @@ def sampling_params(
 
 
 def score_params() -> SamplingParams:
-    """Return the parameters of a request for no new token: prefill only."""
+    """Return the sampling parameters of a prefill that generates no token."""
     params = SamplingParams(max_new_tokens=0, temperature=1.0)
     params.normalize(None)
     return params
@@ -224,13 +224,13 @@ def generate_request(
         args,
         params,
         return_logprob=args.logprobs or args.top_logprobs > 0 or len(token_ids) > 0,
-        # With -1 and token ids, SGLang would compute their logprobs in the prompt too.
+        # With -1 and token ids, SGLang would also compute their logprobs in the prompt.
         logprob_start_len=len(args.input_ids) // 4 if token_ids else -1,
         top_logprobs_num=args.top_logprobs,
         token_ids_logprob=list(token_ids) or None,
         return_hidden_states=wanted is not None and wanted.hidden,
         custom_logit_processor=(wanted and wanted.processor) or None,
-        # With stream=True SGLang reports every ``stream_interval`` tokens.
+        # With stream=True, SGLang reports after every ``stream_interval`` tokens.
         stream=True,
         priority=priority,
     )
@@ -245,7 +245,7 @@ def score_request(
         args,
         params,
         return_logprob=True,
-        # SGLang omits the logprob at this position, which depends on the token before it.
+        # SGLang omits the logprob of the first position, so start one position earlier.
         logprob_start_len=max(0, args.start - 1),
         top_logprobs_num=args.top_logprobs,
         token_ids_logprob=None,
@@ -257,7 +257,7 @@ def score_request(
 def next_token_request(
     id_: int, args: NextTokenArgs, params: SamplingParams, priority: int | None = None
 ) -> TokenizedGenerateReqInput:
-    """Return a prefill request. ``next_token.py`` reads its logits after the forward pass."""
+    """Return a prefill request. ``next_token.py`` reads the logits after the forward pass."""
     return _request(
         id_,
         args,
@@ -290,14 +290,14 @@ def _request(
 
 
 def _matrix(rows: list[Any], k: int, dtype: str) -> bytes:
-    """Cut t rows to their first k values, and return the bytes of a dense [t, k] array."""
+    """Cut each of t rows to its first k values, and return the bytes of the [t, k] array."""
     return np.array([row[:k] for row in rows], dtype=dtype).tobytes()
 
 
 def cached_tokens(output: BatchTokenIDOutput | SimpleNamespace, i: int) -> int:
-    """Return how many prompt tokens of request ``i`` were cached.
+    """Return the number of cached prompt tokens of request ``i``.
 
-    SGLang's count may include cached output tokens from which the request resumes.
+    SGLang's count may include cached output tokens of a resumed request.
     """
     return min(int(output.cached_tokens[i]), int(output.prompt_tokens[i]))
 
@@ -314,12 +314,12 @@ def token_chunks(
     """Convert the output of request ``i`` in one step.
 
     Args:
-        top: the number of top logprobs that the request wants.
+        top: the number of top logprobs that the request reports.
         parts: (number of tokens, versions) of each part of the output, in order. The last part
-            takes all remaining tokens.
-        masks: for each token, the tokens that could be drawn. None: not wanted.
-        given: number of token ids whose logprobs the request wants.
-        states: float32 [t, hidden size]. None: not wanted.
+            contains all remaining tokens.
+        masks: for each token, the tokens that could be drawn. None if they are not reported.
+        given: the number of token ids whose logprobs the request reports.
+        states: the hidden states, float32 [t, hidden size]. None if they are not reported.
 
     Returns:
         One chunk for each part.
@@ -369,11 +369,11 @@ def token_chunks(
 def take_states(output: BatchTokenIDOutput | SimpleNamespace, i: int) -> NDArray[np.float32]:
     """Remove the hidden states of new tokens from request ``i``. Return float32 [t, hidden size].
 
-    SGLang appends to one list, and puts this list itself into each output of the request. Its
-    values are floats of Python, 32 bytes each, so they must not stay there until the request ends.
+    SGLang appends the states to one list, and puts the same list into each output of the request.
+    The values are Python floats of 32 bytes, so remove them now, not at the end of the request.
     """
     entries = output.output_hidden_states[i]
-    # A prefill has the states of all its tokens. The last one is that of the new token.
+    # A prefill has the states of all its tokens. The last of them predicts the new token.
     rows = [entry[-1] if isinstance(entry[0], list) else entry for entry in entries]
     entries.clear()
     return np.array(rows, "<f4")
@@ -384,11 +384,11 @@ def score_chunk(
 ) -> TokenChunk:
     """Convert the prompt's logprobs of request ``i``, from position ``start`` on.
 
-    Position 0 has no logprobs. Its logprobs are NaN, and the ids of its likeliest tokens are -1.
+    Position 0 has no logprobs: its logprobs are NaN, and the ids of its likeliest tokens are -1.
 
     Args:
-        prefills: (first position, versions) of each part of the prompt that these computed.
-            The logits at a position belong to the next token.
+        prefills: (first position, versions) of each part of the prompt that these versions have
+            computed. The logits at a position belong to the next token.
     """
     # SGLang's first position is ``start - 1``, unless ``start`` is 0.
     skip = 1 if start else 0
@@ -424,7 +424,7 @@ def score_chunk(
 
 
 def _parts(parts: list[tuple[int, Versions]], which: int) -> bytes:
-    """Return (number of tokens, version) of each part as int32, or b"" if there is one version."""
+    """Return (number of tokens, version) of each part as int32, or b"" for a single version."""
     runs: list[list[int]] = []
     for count, versions in parts:
         if runs and runs[-1][1] == versions[which]:
@@ -437,7 +437,7 @@ def _parts(parts: list[tuple[int, Versions]], which: int) -> bytes:
 def rest_of(request: Any, sent: int) -> SimpleNamespace:
     """Return the output of SGLang's request after its first ``sent`` tokens, with reason "abort".
 
-    Use this for a request that is aborted while it waits, because SGLang then makes no output.
+    Use this for a request that is aborted while it waits, because SGLang makes no output for it.
     """
     logprob = request.logprob if request.return_logprob else None
 
@@ -459,7 +459,7 @@ def rest_of(request: Any, sent: int) -> SimpleNamespace:
 
 
 def end_of(finished: dict[str, Any] | None) -> tuple[int, str, str]:
-    """Convert a finish reason to the kind of the call's item, its error name and its message."""
+    """Convert a finish reason to the kind of the call's item, the error name and the message."""
     if finished is None:
         return ItemKind.CHUNK, "", ""
     if finished["type"] != "abort":

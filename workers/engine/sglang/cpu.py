@@ -1,4 +1,4 @@
-"""Run a model on a CPU: SGLang's arguments, memory and priority, and models that cannot run."""
+"""Support for models on a CPU: SGLang's arguments, memory, process priority, and a model check."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from torch.overrides import TorchFunctionMode
 from sglrl.errors import EngineError
 
 _NICENESS = 5
-"""With this niceness, a serving worker gets a third of the CPU time of a starting one."""
+"""With this niceness, a serving worker gets a third of the CPU time of a starting worker."""
 
 _LARGE = 1 << 20
-"""``UntouchedZeros`` handles tensors of at least this many bytes."""
+"""Minimum size in bytes of the tensors that ``UntouchedZeros`` handles."""
 _ALIGNMENT = 64
-"""Alignment in bytes, the same as for PyTorch's own tensors."""
+"""Alignment in bytes, which equals the alignment of PyTorch's own tensors."""
 
 
 def engine_arguments(memory_share: float) -> dict[str, Any]:
     """Return defaults for ``device="cpu"``. The user's arguments override them."""
     return {
-        # Each replica's KV cache would otherwise take most of the host's memory.
+        # Otherwise the KV cache of each replica takes most of the host's memory.
         "mem_fraction_static": 0.6 * memory_share,
         "max_total_tokens": 1 << 17,
         "attention_backend": "torch_native",
@@ -39,7 +39,7 @@ def engine_arguments(memory_share: float) -> dict[str, Any]:
 
 
 def check(model: torch.nn.Module) -> None:
-    """Raise ``EngineError`` for a model with different results on a CPU than on a GPU."""
+    """Raise ``EngineError`` for a model whose results differ between a CPU and a GPU."""
     if any(getattr(part, "logit_cap", 0) > 0 for part in model.modules()):
         raise EngineError(
             f"{type(model).__name__} caps the logits of its attention, which SGLang does on GPUs "
@@ -50,8 +50,8 @@ def check(model: torch.nn.Module) -> None:
 class UntouchedZeros(TorchFunctionMode):  # type: ignore[misc]
     """Makes large CPU tensors of zeros from pages that the kernel allocates on first use.
 
-    PyTorch writes the zeros itself. A KV cache for many tokens would then take all of its memory,
-    and the time to fill it, when the worker starts.
+    PyTorch itself writes the zeros. The KV cache would then take all of its memory when the worker
+    starts, and the time to fill it.
     """
 
     def __torch_function__(
@@ -74,7 +74,7 @@ class UntouchedZeros(TorchFunctionMode):  # type: ignore[misc]
 
 
 def discard(tensors: Sequence[torch.Tensor]) -> None:
-    """Give the memory of tensors back to the kernel. They are zero afterwards."""
+    """Return the memory of tensors to the kernel. The tensors then contain zeros."""
     libc = ctypes.CDLL(None, use_errno=True)
     for tensor in tensors:
         begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
@@ -89,14 +89,14 @@ def discard(tensors: Sequence[torch.Tensor]) -> None:
 def give_way() -> None:
     """Lower the priority of this worker, so that other processes get a core first.
 
-    Examples are the driver, a trainer and a worker that replaces a lost one. Call this when the
-    first request runs.
+    Such processes are the driver, a trainer, and a worker that replaces a lost worker. Call this
+    when the first request runs.
     """
     # Every thread has its own niceness. New threads inherit it from the thread that starts them.
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(ProcessLookupError):
             os.setpriority(os.PRIO_PROCESS, int(thread), _NICENESS)
     # If the kernel groups tasks by session (sched(7)), niceness counts only within a session. Each
-    # worker has its own session, so set the niceness of the session's group, too.
+    # worker is a session of its own, so set the niceness of the session's group, too.
     with contextlib.suppress(OSError):
         Path("/proc/self/autogroup").write_text(str(_NICENESS), encoding="utf-8")

@@ -1,8 +1,8 @@
 """Answer questions about GPUs in a process that must not initialise CUDA.
 
-A process that has initialised CUDA must not fork. SGLang and its dependencies ask for the
-properties of the GPU at import, which initialises CUDA. So another process asks CUDA, and torch
-gives its answers in the fork server during the import.
+A process that has initialised CUDA must not fork. But SGLang and its dependencies query the
+properties of the GPU at import, which initialises CUDA. Therefore a child process queries CUDA, and
+in the fork server, torch returns these answers during the import.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ import torch
 from ...process_control import die_with_parent
 
 _SECONDS: Final = 60
-"""Most seconds that CUDA may take to start."""
+"""Maximum number of seconds that CUDA may take to start."""
 
 
 class Device(msgspec.Struct, frozen=True):
-    """What torch knows about a GPU.
+    """The properties of one GPU.
 
     Attributes:
-        capability: its compute capability.
-        properties: the numbers and texts of ``torch.cuda.get_device_properties``.
+        capability: the compute capability.
+        properties: the integers and strings in ``torch.cuda.get_device_properties``.
     """
 
     name: str
@@ -40,12 +40,12 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def model(self) -> tuple[Any, ...]:
-        """What is equal for all GPUs of one model."""
+        """The values that all GPUs of the same model share."""
         return self.name, self.capability, self.properties["multi_processor_count"]
 
 
 def devices() -> list[Device]:
-    """Return the visible GPUs. Another process asks CUDA.
+    """Return the visible GPUs, which a child process queries.
 
     Raises:
         RuntimeError: CUDA does not work.
@@ -73,14 +73,14 @@ def check_cuda_after_fork() -> None:
 
 
 def _in_child(function: Callable[[], bytes]) -> bytes:
-    """Return what a function returns in a fork of this process. It is killed if it takes long."""
+    """Return the result of ``function`` in a fork of this process. Kill the fork if it is late."""
     parent = os.getpid()
     reading, writing = os.pipe()
     pid = os.fork()
     if pid == 0:
         status = 1
         try:
-            # The handlers of the parent are not for this process.
+            # Remove the signal handlers that the fork inherits from the parent.
             for number in (signal.SIGTERM, signal.SIGALRM):
                 signal.signal(number, signal.SIG_DFL)
             die_with_parent(parent)
@@ -106,12 +106,12 @@ def _in_child(function: Callable[[], bytes]) -> bytes:
 
 @contextlib.contextmanager
 def answers(known: list[Device]) -> Iterator[None]:
-    """Let torch answer questions about GPUs from ``known``.
+    """Let torch answer questions about GPUs from ``known`` within the block.
 
-    Modules may keep the functions. After the block, they ask CUDA.
+    Modules may keep references to the replaced functions. After the block these query CUDA.
 
     Raises:
-        RuntimeError: the GPUs differ, so the answers may be wrong for a worker. Or the block has
+        RuntimeError: the GPUs differ, so the answers may be wrong for a worker, or the block has
             tried to initialise CUDA, even if it has caught the error.
     """
     if len({device.model for device in known}) != 1:
@@ -133,7 +133,7 @@ def answers(known: list[Device]) -> Iterator[None]:
         (cuda, "get_device_name", lambda device=None: first.name),
         (cuda, "get_device_properties", lambda device=None: SimpleNamespace(**first.properties)),
         (cuda, "_lazy_init", refuse),
-        # Behind torch.get_device_module and torch.accelerator.
+        # torch.get_device_module and torch.accelerator call these functions.
         (torch._C, "_get_accelerator", lambda check=None: accelerator),
         (torch._C, "_accelerator_getAccelerator", lambda: accelerator),
     ]

@@ -1,4 +1,4 @@
-"""The order of requests and commands, and commands that wait until no request runs."""
+"""Order commands and requests for SGLang, and delay commands until no request runs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from .weight_commands import WeightCommands
 
 
 class Draining:
-    """Puts commands between the requests. True while there is a command, or a request held back.
+    """Puts commands between requests. True while there is a command, or a delayed request.
 
     Args:
         slept: ``slept(command, "")`` answers the call of a sleep command that was given up.
-        paused: answers the call of a pause that was given up.
+        paused: answers the call of a pause command that was given up.
 
     Attributes:
         commands: the commands that the scheduler has not executed.
-        waiting: the command that waits until the running requests have finished, or None. New
-            requests are held back until then.
-        pausing: the pause that does so, or None. Other commands go before it.
+        waiting: the command that waits until the running requests finish, or None. New requests
+            are held back until then.
+        pausing: the pause that waits until the running requests finish, or None. Other commands
+            are executed first.
     """
 
     def __init__(
@@ -44,12 +45,12 @@ class Draining:
         self._newest: SleepCommand | None = None
 
     def sleep(self, command: SleepCommand) -> None:
-        """Add a sleep command. An earlier one that waits is given up for it."""
+        """Add a sleep command. It replaces an earlier sleep command that still waits."""
         self._newest = command
         self.commands.put(command)
 
     def pause(self, command: PauseCommand) -> None:
-        """Add a command that pauses or resumes. An earlier one that waits is given up for it."""
+        """Add a command that pauses or resumes. It replaces an earlier pause that still waits."""
         if self.pausing is not None:
             self._paused(self.pausing)
             self.pausing = None
@@ -67,7 +68,7 @@ class Draining:
         return bool(self.commands) or self.drains or bool(self._table.held_back)
 
     def ordered(self, incoming: list[Any]) -> list[Any]:
-        """Append the next command to the requests, or hold them back."""
+        """Return the requests and commands for SGLang now. Hold other requests back."""
         if self.waiting is not None and self._given_up(self.waiting):
             self.waiting = None
         commands = self._next(incoming) if self.waiting is None and self.commands else []
@@ -78,18 +79,18 @@ class Draining:
         passed = [*(r for r in incoming if not isinstance(r, requests)), *commands]
         scheduler = self._table.scheduler
         if self.pausing is not None and scheduler.sglrl_paused and not passed:
-            # No request finishes in a paused engine.
+            # No request finishes in a paused engine, so do not wait.
             return self._pause()
         if passed or not scheduler.is_fully_idle():
             return passed
         if self.waiting is None:
             return self._pause()
         command, self.waiting = self.waiting, None
-        # SGLang only queues these requests before the command. Their prefill uses the new weights.
+        # SGLang only queues the requests before the command, so their prefill uses new weights.
         return [*self._released(), command]
 
     def _next(self, incoming: list[Any]) -> list[Any]:
-        """Return the next command and what goes before it. It is ``waiting`` if it drains."""
+        """Return the next command, after its aborts. If it drains, make it ``waiting`` instead."""
         command = self.commands.pop()
         if self._given_up(command):
             return []
@@ -100,7 +101,7 @@ class Draining:
             return [command]
         unsent = [*self._table.held_back, *incoming]
         fresh = {r.rid for r in unsent if isinstance(r, TokenizedGenerateReqInput)}
-        # A score has no partial result. It is computed again; the command does not wait.
+        # A score has no partial result. It is computed again, and the command does not wait for it.
         return [*self._aborts.running(fresh, "back"), command]
 
     def _pause(self) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Reports of an engine about itself: its arguments, and traces of its profiler."""
+"""Information that an engine returns about itself: its arguments, and traces of its profiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from . import compat, convert
 def server_info(scheduler: Any) -> dict[str, Any]:
     """Return SGLang's arguments with their final values, and the limits of the scheduler.
 
-    A value that is not made of plain values is its ``repr``.
+    A value that msgspec cannot convert to builtin types becomes its ``repr``.
     """
     args = scheduler.server_args
     if hasattr(args, "resolved_dict"):
@@ -31,7 +31,7 @@ def server_info(scheduler: Any) -> dict[str, Any]:
 
 
 class Profiling:
-    """SGLang's profiler, which makes one trace at a time."""
+    """Controls SGLang's profiler, which writes one trace at a time."""
 
     def __init__(self) -> None:
         self._folder = ""
@@ -46,14 +46,14 @@ class Profiling:
         with_stack: bool,
         record_shapes: bool,
     ) -> ProfileReq:
-        """Return SGLang's request to start.
+        """Return SGLang's request to start the profiler.
 
         Raises:
             InvalidRequest: the profiler is running, or the folder cannot be written.
         """
         if self._folder:
             raise InvalidRequest("the profiler is running: call stop_profile first")
-        # SGLang would make it only to write the traces, and its scheduler would end with the error.
+        # SGLang would create the folder only at the end, and an error would end its scheduler.
         try:
             os.makedirs(folder, exist_ok=True)
         except (OSError, ValueError) as error:
@@ -72,7 +72,7 @@ class Profiling:
         )
 
     def stop(self, id_: int) -> ProfileReq:
-        """Return SGLang's request to stop and to write the trace.
+        """Return SGLang's request to stop the profiler and to write the trace.
 
         Raises:
             InvalidRequest: the profiler is not running.
@@ -82,7 +82,7 @@ class Profiling:
         return ProfileReq(rid=convert.request_id(id_), req_type=ProfileReqType.STOP_PROFILE)
 
     def answered(self, request: ProfileReq, output: ProfileReqOutput) -> list[str]:
-        """Return the files after a stop. Return [] after a start.
+        """Return the trace files after a stop, or [] after a start.
 
         Raises:
             InvalidRequest: SGLang's profiler did not start or stop.

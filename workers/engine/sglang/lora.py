@@ -1,9 +1,10 @@
 """The LoRA adapters of one rank, in SGLang's own memory pool.
 
-``lora_calls.py`` makes the commands. Every rank of a replica executes them at the same place in its
-loop. A thread prepares an adapter, so the engine continues meanwhile. Its commit is one step's
-pause: the tensors are copied to the adapter's slot of the pool, if it has one. A replacement keeps
-SGLang's id of the adapter, so running requests continue with the new tensors.
+``lora_calls.py`` creates the commands. Every rank of a replica executes a command at the same place
+in its loop. A separate thread prepares an adapter, so the engine continues during the preparation.
+The commit pauses the engine for one step: it copies the tensors to the adapter's slot of the pool,
+if the adapter has a slot. A new version keeps SGLang's id of the adapter, so running requests
+continue with the new tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from .patch import Setup
 
 
 def install(setup: Setup) -> Callable[[Any], bool]:
-    """Return a function that gives the scheduler its ``Adapters``."""
+    """Return a function that sets the ``sglrl_adapters`` of the finished scheduler."""
 
     def finish(scheduler: Any) -> bool:
         scheduler.sglrl_adapters = Adapters(scheduler)
@@ -43,11 +44,11 @@ def install(setup: Setup) -> Callable[[Any], bool]:
 
 
 class _Preparation:
-    """An adapter that a thread prepares. After ``thread`` has ended, it is ready or has an error.
+    """An adapter that a thread prepares. When ``thread`` has ended, it is ready or has an error.
 
     Attributes:
-        adapter: SGLang's adapter. Its tensors are in the memory of the host.
-        staged: the same with tensors on the GPU, or ``adapter`` on a CPU.
+        adapter: SGLang's adapter, with tensors in the memory of the host.
+        staged: an adapter with the same tensors on the GPU. On a CPU, the same as ``adapter``.
     """
 
     def __init__(self, command: PrepareAdapter) -> None:
@@ -62,9 +63,9 @@ class Adapters:
     """The adapters of one rank's scheduler. Only the scheduler's thread calls the methods.
 
     Attributes:
-        versions: by SGLang's id of an adapter, the version that the next step uses. A change
+        versions: the version that the next step uses, by SGLang's id of the adapter. A change
             replaces the mapping.
-        on_prepared: called with a command and its error, on another thread.
+        on_prepared: called on another thread with a finished command and its error, if any.
     """
 
     def __init__(self, scheduler: Any) -> None:
@@ -94,21 +95,21 @@ class Adapters:
 
     @property
     def target_modules(self) -> tuple[str, ...]:
-        """The names of modules that adapters may change, as checkpoints have them."""
+        """The names of the modules that adapters may change, as in checkpoints."""
         names: set[str] = set()
         for name in self._manager.target_modules:
             names.update(STACKED.get(name, (name,)))
         return tuple(sorted(names))
 
     def cache_key(self, uid: str) -> str:
-        """Return the part of the key of the KV cache that no two versions of adapters share."""
+        """Return a part of the key of the KV cache. It differs between versions of adapters."""
         return f"/{self._serials[uid]}/"
 
     def execute(self, command: AdapterCommand) -> float:
-        """Execute a command between two steps. Return the milliseconds that it took.
+        """Execute a command between two steps. Return the duration in milliseconds.
 
         Raises:
-            EngineError: an adapter that this rank must have could not be prepared. The worker ends.
+            EngineError: an adapter of this command could not be prepared. The worker must exit.
         """
         begun = time.perf_counter()
         match command:
@@ -196,7 +197,7 @@ class Adapters:
         _unpack(host, made.staged, made.adapter)
 
     def _checked(self, command: PrepareAdapter) -> Any:
-        """Return SGLang's adapter with its tensors on the device of the pool.
+        """Return SGLang's adapter, with tensors on the device of the pool.
 
         Raises:
             InvalidAdapter: a tensor does not fit its module.
@@ -206,7 +207,7 @@ class Adapters:
         return adapter
 
     def _given(self, command: PrepareAdapter) -> dict[str, torch.Tensor]:
-        """Return the tensors by name, in new memory on the device of the pool."""
+        """Return the command's tensors by name, in new memory on the device of the pool."""
         device = self._manager.device
         size = sum(len(part.data) for part in command.parts)
         flat = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
@@ -248,9 +249,9 @@ class Adapters:
         return adapter
 
     def _completed(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Add zeros for the modules that are not changed in a stack that is changed in part.
+        """Add zero tensors for unchanged modules of a stack in which other modules are changed.
 
-        SGLang stacks the tensors of these modules.
+        SGLang stacks the tensors of such modules, so it needs all of them.
 
         Raises:
             InvalidAdapter: a module is not in the pool, or a tensor does not fit it.
@@ -281,7 +282,7 @@ class Adapters:
     def _check(self, adapter: Any) -> None:
         """Check that the stacked tensors have the shapes of their places in SGLang's pool.
 
-        SGLang itself compares the shapes in a step, and ends the worker if they differ.
+        SGLang itself compares the shapes only in a step, and exits if they differ.
         """
         manager, pool, rank = self._manager, self._manager.memory_pool, adapter.config.r
         for index, layer in enumerate(adapter.layers):
@@ -304,7 +305,7 @@ class Adapters:
 
 
 def _output_sizes(layer: Any, stacked: int) -> list[int]:
-    """Return the outputs of the modules in a linear layer of SGLang, on all ranks together."""
+    """Return the output size of each module in a linear layer of SGLang, summed over all ranks."""
     if hasattr(layer, "total_num_heads"):
         values = getattr(layer, "v_head_size", None) or layer.head_size
         heads, shared = layer.total_num_heads, layer.total_num_kv_heads
@@ -314,14 +315,14 @@ def _output_sizes(layer: Any, stacked: int) -> list[int]:
 
 
 def _packed(adapter: Any) -> torch.Tensor:
-    """Return the tensors of an adapter, one after the other."""
+    """Return the tensors of an adapter, flattened and concatenated."""
     return torch.cat(
         [tensor.flatten() for layer in adapter.layers for tensor in layer.weights.values()]
     )
 
 
 def _unpack(flat: torch.Tensor, like: Any, adapter: Any) -> None:
-    """Give an adapter the tensors in ``flat``. Their order and shapes are those of ``like``."""
+    """Set the tensors of ``adapter`` from ``flat``. ``like`` has their order and shapes."""
     begin = 0
     for there, here in zip(adapter.layers, like.layers, strict=True):
         weights = {}

@@ -1,8 +1,8 @@
 """Calls of the driver that concern LoRA adapters, on rank 0 of a replica.
 
-Each load and each replacement of an adapter has a serial number, which is never used again.
-SGLang's id of an adapter (``uid``) is the serial of its first version. An adapter is dropped when
-no request uses it any more.
+Each version of an adapter has a serial number, which is never used again. SGLang's id of an adapter
+(``uid``) is the serial number of its first version. An adapter is dropped when no request uses it
+any more.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LoraArgs = LoraPart | LoraPrepare | LoraCommit | LoraKeep
 
 
 class _Live:
-    """The current version of an table."""
+    """The current version of an adapter."""
 
     def __init__(self, uid: str, serial: int, version: int) -> None:
         self.uid = uid
@@ -39,14 +39,14 @@ class LoraCalls:
     """Turns calls of the driver into commands for all ranks, and answers the calls.
 
     Attributes:
-        live: the adapters by name, as they are after all commands that were made.
+        live: the adapters by name, as if all created commands were already executed.
     """
 
     def __init__(self, table: RequestTable, aborts: Aborts) -> None:
         self._table = table
         self._aborts = aborts
         self._adapters: Adapters | None = None
-        """None: the engine takes no adapters."""
+        """The adapters of this rank. None if the engine accepts no adapters."""
         self.live: dict[str, _Live] = {}
         self._parts: dict[int, list[LoraPart]] = {}
         self._preparing: set[int] = set()
@@ -54,7 +54,7 @@ class LoraCalls:
         self._dropping: list[DropAdapters] = []
 
     def start(self, adapters: Adapters) -> None:
-        """The engine takes adapters, and the scheduler is built."""
+        """Accept adapters from now on. Called when the scheduler is built."""
         self._adapters = adapters
         adapters.on_prepared = self._on_prepared
 
@@ -70,27 +70,27 @@ class LoraCalls:
         }
 
     def uid(self, name: str) -> str:
-        """Return SGLang's id of an table. Raise ``UnknownAdapter`` if it is not loaded."""
+        """Return SGLang's id of an adapter. Raise ``UnknownAdapter`` if it is not loaded."""
         adapter = self.live.get(name)
         if adapter is None:
             raise UnknownAdapter(f"no adapter {name!r} is loaded: use client.load_lora")
         return adapter.uid
 
     def version(self, uid: str) -> int:
-        """Return the version of an adapter after all commands that were made."""
+        """Return the version of an adapter, as if all created commands were already executed."""
         return next((one.version for one in self.live.values() if one.uid == uid), 0)
 
     def cache_key(self, uid: str | None) -> str:
-        """Return ``Adapters.cache_key`` as it is after all commands that were made."""
+        """Return the key as ``Adapters.cache_key`` does, for the versions in ``live``."""
         if uid is None:
             return ""
         return f"/{next(one.serial for one in self.live.values() if one.uid == uid)}/"
 
     def receive(self, id_: int, args: LoraArgs) -> None:
-        """Begin a call of the driver.
+        """Start to handle a call of the driver.
 
         Raises:
-            InvalidRequest: the engine takes no adapters, or the driver did not prepare this one.
+            InvalidRequest: the engine accepts no adapters, or the driver did not prepare this one.
         """
         if self._adapters is None:
             raise InvalidRequest("the engine takes no adapters: launch it with enable_lora=True")
@@ -166,7 +166,7 @@ class LoraCalls:
             if error is None:
                 mailbox.put_value(command.call, None)
                 continue
-            # The driver then sends ``lora_keep``.
+            # The driver then sends ``lora_keep``, which drops the preparation on all workers.
             kind = type(error).__name__ if isinstance(error, SglrlError) else "InvalidAdapter"
             mailbox.put_error(command.call, kind, str(error))
         if self._dropping:
@@ -186,6 +186,6 @@ class LoraCalls:
         mailbox.flush()
 
     def _on_prepared(self, command: PrepareAdapter, error: Exception | None) -> None:
-        """Called on the thread of the preparation."""
+        """Pass the result to the scheduler's thread. Called on the thread of the preparation."""
         self._prepared.append((command, error))
         self._table.mailbox.wake()

@@ -1,7 +1,7 @@
-"""The weights of an SGLang model: the place of each tensor, and the memory that holds them.
+"""The weights of an SGLang model: the place of each tensor, and the memory that holds the tensors.
 
-If the whole model arrived in memory that can change places with the live memory, the two change
-places. Otherwise the weights are copied.
+If the whole model has arrived in spare memory, the spare memory is exchanged with the live memory.
+Otherwise the new weights are copied into the live memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ...weights.double_buffer import Pages
 
 _SMALL = 4 << 20
-"""Bytes. Copies below this size share one kernel."""
+"""Maximum size in bytes of a tensor whose copy shares one kernel with other copies."""
 
 
 class ModelWeights:
@@ -54,7 +54,7 @@ class ModelWeights:
 
     @property
     def pages(self) -> Pages | None:
-        """The memory of the model's parameters; None: they are where SGLang has put them."""
+        """The memory of the model's parameters, or None if SGLang has allocated it."""
         return getattr(self._scheduler.tp_worker.model_runner, "sglrl_pages", None)
 
     @property
@@ -75,7 +75,7 @@ class ModelWeights:
 
         Raises:
             InvalidWeights: the model has no tensor of that name.
-            InvalidRequest: this rank holds a part of the tensor only.
+            InvalidRequest: this rank holds only a part of the tensor.
         """
         specs = {spec.name: spec for spec in self.describe().tensors}
         self.synchronize()
@@ -138,7 +138,7 @@ class ModelWeights:
             assert places is not None
             self._spare = Spare(memory, places, self._plan.description.tensors)
         if pages.fresh:
-            # An update brings no data for these gaps.
+            # An update sends no data for these gaps, so copy their live content.
             for begin, end in self._spare.gaps:
                 memory[begin:end].copy_(pages.live[begin:end])
         return self._spare.views
@@ -181,7 +181,7 @@ class ModelWeights:
             torch._foreach_copy_(targets, sources)
 
     def make_live(self, bound: Any) -> None:
-        """Make new weights live, on the current stream. The engine launches no step meanwhile.
+        """Make new weights live, on the current stream. The engine must launch no step meanwhile.
 
         Args:
             bound: the result of ``bind``. None if the weights are in ``spare``.
@@ -195,11 +195,11 @@ class ModelWeights:
     # --- sleep ------------------------------------------------------------------------------------
 
     def release_memory(self, *, keep: bool) -> None:
-        """Give the memory of the parameters back. The engine is idle, and no update runs.
+        """Free the memory of the parameters. The engine must be idle, without a running update.
 
         Args:
-            keep: keep all values in the memory of the host. Otherwise this keeps only what an
-                update of all weights does not bring.
+            keep: whether to keep all values in the memory of the host. Otherwise keep only the
+                values that an update of all weights does not send.
 
         Raises:
             EngineError: the host has too little memory, or the weights cannot be updated, so they
@@ -228,11 +228,11 @@ class ModelWeights:
         return gaps
 
     def restore_memory(self) -> None:
-        """Take the memory of the parameters again, with the values that are kept."""
+        """Allocate the memory of the parameters again, and load the values that were kept."""
         assert self.pages is not None
         self.pages.restore()
 
     def drop_spare(self) -> None:
-        """Free the memory that is kept for the next update."""
+        """Free the spare memory that is kept for the next update."""
         if self.pages is not None:
             self.pages.drop_spare()

@@ -1,9 +1,9 @@
 """Read the next token's distribution from the logits, right after the forward pass.
 
-SGLang would return the logprobs of a whole vocabulary as Python lists. This module takes the rows
+SGLang would return the logprobs of a whole vocabulary as Python lists. This module selects the rows
 of the requests that want them. It normalizes the rows on the device in float32, before sampling
-changes the logits in place. It copies them to the host while the GPU runs the next work. The answer
-is sent directly from the host memory.
+changes the logits in place. It copies the rows to the host while the GPU continues. The answer is
+sent directly from this host memory.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ class NextTokens:
     """The requests for a next token's distribution on rank 0 of a replica.
 
     Args:
-        mailbox: sends the rows.
+        mailbox: the mailbox that sends the rows.
 
     Attributes:
-        wanted: how many of the likeliest tokens each request wants, by request id. 0 means all
-            tokens.
-        params: the sampling parameters of every request.
+        wanted: the number of likeliest tokens that each request wants, by SGLang's request id. 0
+            means all tokens.
+        params: the sampling parameters that all of these requests share.
     """
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self.wanted: dict[str, int] = {}
-        # All requests share these parameters, which contain nothing about one request.
+        # The parameters contain nothing about a single request, so all requests share them.
         self.params = convert.score_params()
         self._expected: list[tuple[int, str, int]] = []
         self._rows: Rows | None = None
@@ -76,7 +76,7 @@ class NextTokens:
         """Set the requests of the next forward pass.
 
         Args:
-            unfinished: a request whose prefill continues after this pass. It has no row yet.
+            unfinished: a request whose prefill continues after this pass, so it has no row yet.
         """
         if self.wanted:
             self._expected = [
@@ -86,7 +86,7 @@ class NextTokens:
             ]
 
     def rows(self, logits: torch.Tensor, expected: list[tuple[int, str, int]]) -> Rows:
-        """Start to copy the expected rows of these logits to the host. See ``Rows``."""
+        """Start the copy of the expected rows of the logits to the host, and return the rows."""
         if logits.is_cuda and self._stream is None:
             self._stream = torch.cuda.Stream(logits.device)
         shared = self._mailbox.rows
@@ -95,19 +95,19 @@ class NextTokens:
         return Rows(logits, expected, self._stream, shared)
 
     def take(self) -> Rows | None:
-        """Return the rows of the last forward pass, once. None if there are none."""
+        """Return the rows of the last forward pass, only once. Return None if there are none."""
         rows, self._rows = self._rows, None
         return rows
 
 
 class Rows:
-    """Rows of one forward pass, being copied to the host.
+    """Rows of one forward pass that are copied to the host.
 
     Args:
-        logits: shape [requests, vocabulary].
+        logits: the logits, shape [requests, vocabulary].
         expected: (row, request id, number of likeliest tokens) of each row. 0 means all tokens.
         stream: the CUDA stream that copies. None on a CPU.
-        shared: memory for whole rows, if it has room.
+        shared: memory shared with the driver for whole rows, used if it has room.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Rows:
             self._full_rows = tensors[0]
 
     def _targets(self) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield slices of the rows, each with its target in shared memory."""
+        """Yield slices of the rows, each with its target in the shared memory."""
         begin = 0
         for slots in _runs(self._slots):
             assert self._shared is not None
@@ -184,7 +184,7 @@ class Rows:
     def put(
         self, mailbox: Mailbox, id_: int, rid: str, cached_tokens: int, versions: Versions
     ) -> None:
-        """Answer the call, once its row is on the host."""
+        """Answer a call with its row. Wait until the row is on the host."""
         if self._done is not None:
             self._done.synchronize()
             self._done = None
@@ -208,7 +208,7 @@ class Rows:
 
 
 def _runs(slots: Sequence[int]) -> list[list[int]]:
-    """Group the slots into runs of neighbours in one piece of memory."""
+    """Group the slots into runs of consecutive slots in the same piece of memory."""
     groups: list[list[int]] = []
     for slot in slots:
         if groups and groups[-1][-1] + 1 == slot and slot % TOGETHER:
@@ -219,16 +219,16 @@ def _runs(slots: Sequence[int]) -> list[list[int]]:
 
 
 def _pin(piece: NDArray[np.float32]) -> None:
-    """Pin this memory, so that GPUs copy into it without the CPU."""
+    """Pin this memory, so that a GPU copies into it without the CPU."""
     register = torch.cuda.cudart().cudaHostRegister
     torch.cuda.check_error(register(piece.ctypes.data, piece.nbytes, 0))
 
 
 def _to_host(tensor: torch.Tensor, stream: Any) -> list[torch.Tensor]:
-    """Start to copy a tensor to pinned memory, and return its rows there.
+    """Start the copy of a tensor to pinned memory, and return its rows there.
 
     Each piece of memory holds ``ROWS`` rows, which are sent in one message. All pieces have the
-    same size, so torch reuses them. Allocating new pinned memory takes milliseconds.
+    same size, so that torch reuses them: an allocation of pinned memory takes milliseconds.
     """
     rows: list[torch.Tensor] = []
     for part in tensor.split(ROWS):
@@ -236,6 +236,6 @@ def _to_host(tensor: torch.Tensor, stream: Any) -> list[torch.Tensor]:
         target = target[: len(part)]
         target.copy_(part, non_blocking=True)
         rows += target
-    # Prevent torch from reusing the tensor's memory before the copy is done.
+    # Keep torch from reusing the tensor's memory before the copy is done.
     tensor.record_stream(stream)
     return rows

@@ -1,4 +1,4 @@
-"""Models without a tokenizer: the input and the output are token ids."""
+"""Support for models without a tokenizer, whose input and output are token ids."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _ENDINGS = (".tiktoken", ".model")
 
 
 def has_tokenizer(model: str) -> bool:
-    """Return False for a folder without the files of a tokenizer.
+    """Return False for a folder that has no tokenizer files.
 
-    For some architectures transformers (5.12) makes a tokenizer without these files. It has only
-    an end-of-sequence token, with the id of a different token of the model. For other architectures
-    transformers makes none, and SGLang does not start.
+    For some architectures transformers (5.12) creates a tokenizer without these files. That
+    tokenizer has only an end-of-sequence token, with the id of another token of the model. For
+    other architectures transformers creates no tokenizer, and SGLang does not start.
     """
     folder = Path(model)
     return not folder.is_dir() or any(
@@ -23,10 +23,10 @@ def has_tokenizer(model: str) -> bool:
 
 
 class NoTokenizer:
-    """The part of a tokenizer that SGLang's scheduler needs without text: the end tokens.
+    """Replaces a tokenizer in SGLang's scheduler, which then only needs the end tokens.
 
     Args:
-        eos_token_ids: the model's own end-of-sequence tokens.
+        eos_token_ids: the end-of-sequence tokens of the model.
     """
 
     eos_token_id = None

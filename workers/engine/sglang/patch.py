@@ -1,9 +1,9 @@
 """Declare modifications of SGLang, check them against its source, and install them.
 
-``patch_list`` declares every place that replaces, wraps or subclasses SGLang code. Each declaration
-names this code. ``known_sources`` has a digest of its source in every supported version. If the
-installed SGLang has other source, a correction prevents the start, because results may be wrong,
-and an acceleration stays off. Neither module imports SGLang.
+``patch_list`` declares every place that replaces, wraps or subclasses SGLang code, and names this
+code. ``known_sources`` has a digest of the source of this code in each supported version. If the
+source in the installed SGLang is unknown, a correction prevents the start, because results may be
+wrong, and an acceleration stays off. Neither of the two modules imports SGLang.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ class Patch:
     """One modification of SGLang.
 
     Attributes:
-        name: its name in logs, in ``sglrl doctor`` and in ``launch(accelerations=)``.
-        why: what is wrong or slow without it.
+        name: the name in logs, in ``sglrl doctor`` and in ``launch(accelerations=)``.
+        why: the error or the slowness without the patch.
         module: a module below this package. Its function ``install(setup)`` applies the patch
             before the scheduler is built. It may return a function, which is called with the
-            finished scheduler. None: the code is in use without a further step.
+            finished scheduler. None if the code is always in use.
         wraps: the SGLang code that the patch replaces, wraps or overrides, as
             "module:Class.method".
         reads: further SGLang code on whose details the patch relies.
         after: patches that must be installed earlier, because they wrap the same code.
-        acceleration: the results are the same without it, only slower.
-        exact: the kernels and the rounding of SGLang's results do not change.
+        acceleration: whether the patch only makes SGLang faster and keeps its results.
+        exact: whether the patch keeps the kernels and the rounding of SGLang's results.
         device: "cpu" or "cuda" if the patch is for this device only.
-        single_rank: the patch is for ``tp_size=1`` only.
-        argument: the patch is only for engines with this argument of SGLang.
+        single_rank: whether the patch is for ``tp_size=1`` only.
+        argument: the argument of SGLang without which the patch is not installed.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Patch:
     argument: str = ""
 
     def unknown(self, folder: Path) -> str:
-        """Return why this SGLang's source is not known to fit, or "" if it is.
+        """Return why the installed SGLang is unknown to the patch, or "" if its source is known.
 
         Args:
             folder: the folder of the package ``sglang``.
@@ -74,14 +74,14 @@ class Patch:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What patches may know before the scheduler is built.
+    """The information that patches get before the scheduler is built.
 
     Attributes:
         server_args: SGLang's ``ServerArgs``.
         device: "cpu" or "cuda".
-        adapter: the adapter of rank 0; None on other ranks.
-        accelerations: the names of the wanted accelerations. None: all.
-        allow_unknown: install corrections also on unknown source.
+        adapter: the adapter of rank 0, or None on other ranks.
+        accelerations: the names of the requested accelerations. None requests all.
+        allow_unknown: whether to install corrections even if the source is unknown.
         logit_processors: the names of the logit processors to import.
     """
 
@@ -94,12 +94,12 @@ class Setup:
 
     @property
     def deterministic(self) -> bool:
-        """Whether the user wants results that depend on no other request, bit for bit."""
+        """Whether results must not depend on other requests, bit for bit."""
         args = self.server_args
         return bool(args.enable_deterministic_inference or args.rl_on_policy_target)
 
     def excludes(self, patch: Patch) -> str:
-        """Return why this setup does not use a patch, or "" if it does."""
+        """Return why this setup excludes a patch, or "" if it includes the patch."""
         if patch.device and patch.device != self.device:
             return f"only for {patch.device}"
         if patch.single_rank and self.server_args.tp_size > 1:
@@ -116,12 +116,12 @@ class Setup:
 
 
 Finish = Callable[[Any], bool]
-"""Called with the finished scheduler. Returns False if the patch does not fit its model."""
+"""Called with the finished scheduler. Return False if the patch does not fit the model."""
 
 
 @dataclass
 class Installed:
-    """The patches of this process.
+    """The installed patches of this process.
 
     Attributes:
         accelerations: the names of the accelerations that are on.
@@ -131,7 +131,7 @@ class Installed:
     _finish: list[tuple[str, Finish]] = field(default_factory=list)
 
     def finish(self, scheduler: Any) -> None:
-        """Finish the patches. Call once the scheduler is built."""
+        """Finish the patches. Call this once the scheduler is built."""
         for name, finish in self._finish:
             if not finish(scheduler):
                 logger.info("SGLang acceleration %s: off (not for this model)", name)
@@ -153,7 +153,7 @@ def check_order(patches: Sequence[Patch]) -> None:
 
 
 def install(patches: Sequence[Patch], setup: Setup, folder: Path) -> Installed:
-    """Install patches in their order and log one line for each.
+    """Install patches in their order, and log one line for each.
 
     Args:
         folder: the folder of the package ``sglang``.

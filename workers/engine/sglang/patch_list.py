@@ -299,6 +299,6 @@ PATCHES: Final = (
         wraps=(f"{_RUNNER}.forward",),
     ),
 )
-"""The order matters where patches wrap the same code: a later patch wraps the earlier one."""
+"""All patches. If two patches wrap the same code, the later patch wraps the earlier one."""
 
 ACCELERATIONS: Final = tuple(patch.name for patch in PATCHES if patch.acceleration)

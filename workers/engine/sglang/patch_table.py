@@ -1,7 +1,7 @@
 """Print all patches and whether they fit the installed SGLang, as JSON, for ``sglrl doctor``.
 
-Run ``python -m sglrl_workers.engine.sglang.patch_table``. It reads SGLang's source and imports no
-part of SGLang.
+Run ``python -m sglrl_workers.engine.sglang.patch_table``. The module reads SGLang's source and
+imports no part of SGLang.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from .source import sglang_folder
 
 
 def rows() -> list[dict[str, str]]:
-    """Return name, kind, device, reason against the installed SGLang, and purpose of each patch."""
+    """Return for each patch its name, kind, device, purpose, and why its source is unknown."""
     folder = sglang_folder()
     return [
         {

@@ -1,4 +1,4 @@
-"""Import slow modules in the fork server before it forks."""
+"""Import SGLang's slow modules in the fork server, so that forked workers have them already."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    # The registry imports all of SGLang's models, which takes as long as all other imports.
+    # The registry imports all models of SGLang, which takes as long as all other imports.
     import sglang.srt.models.registry as registry  # noqa: F401
 
     from . import cpu as cpu
@@ -29,9 +29,9 @@ _LATER = (
     "sglang.srt.dllm.algorithm",
     "sglang.srt.managers.tp_worker",
 )
-"""Modules that SGLang imports while it starts a scheduler.
+"""Modules that SGLang imports only while it starts a scheduler.
 
-Some versions import other modules instead.
+Some versions of SGLang do not have all of these modules.
 """
 
 
@@ -54,7 +54,7 @@ def load(device: str) -> None:
         warnings.simplefilter("ignore")
         warm()
         for patch in PATCHES:
-            # Every worker compares the source. The digests stay in memory.
+            # Every worker compares the source with the digests, which stay in memory after this.
             patch.unknown(sglang_folder())
             if patch.module is not None and patch.device in ("", device):
                 importlib.import_module(f".{patch.module}", __package__)

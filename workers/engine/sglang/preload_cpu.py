@@ -1,4 +1,4 @@
-"""Import SGLang in the fork server of workers on CPUs."""
+"""Import SGLang in the fork server that forks workers for CPUs."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Import SGLang in the fork server of workers with GPUs.
+"""Import SGLang in the fork server that forks workers for GPUs.
 
-Raises an error where this is not possible, for example because the GPUs differ.
+The import raises an error if this is not possible, for example because the GPUs differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What an engine reports: its model and limits, and its load."""
+"""The reports of an engine to the driver: its model, its limits and its load."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from .request_table import RequestTable
 
 
 def engine_stats(table: RequestTable, draining: bool) -> EngineStats:
-    """Return the load of the engine and its counters.
+    """Return the load and the counters of the engine.
 
     Args:
-        draining: a weight command waits until the running requests have finished.
+        draining: whether a command waits until the running requests finish.
     """
     scheduler = table.scheduler
     used, capacity = scheduler.kv_tokens()
@@ -40,11 +40,11 @@ def engine_stats(table: RequestTable, draining: bool) -> EngineStats:
 def engine_info(
     scheduler: Any, accelerations: tuple[str, ...], adapters: Mapping[str, Any]
 ) -> EngineInfo:
-    """Return the model of the engine and its limits.
+    """Return the model and the limits of the engine.
 
     Args:
-        accelerations: names of the accelerations that are on.
-        adapters: the fields that concern LoRA adapters.
+        accelerations: the names of the accelerations that are on.
+        adapters: the fields of ``EngineInfo`` that concern LoRA adapters.
     """
     config = scheduler.model_config
     eos = config.hf_eos_token_id
@@ -58,7 +58,7 @@ def engine_info(
         vocab_size=config.vocab_size,
         hidden_size=config.hidden_size if args.enable_return_hidden_states else 0,
         context_length=config.context_len,
-        # SGLang rejects an input of max_req_input_len.
+        # SGLang rejects a prompt whose length is max_req_input_len.
         max_prompt_tokens=scheduler.max_req_input_len - 2,
         max_total_tokens=scheduler.max_req_input_len - 1,
         eos_token_ids=[int(i) for i in eos_ids],

@@ -1,4 +1,4 @@
-"""The requests of an engine worker, and where they are."""
+"""The table of an engine worker's unfinished requests, with the state of each request."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from .tracked_request import TrackedRequest
 
 
 class RequestTable:
-    """The requests that the driver has sent, and the totals of those that ended.
+    """The unfinished requests of the driver, and the totals of the finished requests.
 
     Attributes:
-        scheduler: the ``SglrlScheduler``. It is set once the scheduler is built.
+        scheduler: the ``SglrlScheduler``, set once the scheduler is built.
         requests: all unfinished requests, by the id of the call.
-        incoming: what SGLang receives at the begin of its next turn.
-        held_back: what SGLang receives when no command drains any more. See ``Draining``.
-        cancelled: ids of requests that the driver has cancelled, and SGLang has received.
-        returned: ids of requests that return their tokens so far.
-        begun: time of ``time.monotonic`` at which the engine was ready.
-        rate: the generated tokens per second, also those of requests that run.
+        incoming: requests and commands that SGLang receives at its next turn.
+        held_back: requests that SGLang receives when no command drains any more. See ``Draining``.
+        cancelled: ids of requests that the driver has cancelled and that SGLang has received.
+        returned: ids of requests that were aborted and return their tokens so far.
+        begun: the time of ``time.monotonic`` at which the engine was ready.
+        rate: the generated tokens per second, including tokens of running requests.
     """
 
     def __init__(self, mailbox: Mailbox) -> None:

@@ -1,9 +1,9 @@
 """Continue a request that another worker has begun.
 
-The request continues like a request that SGLang itself has retracted. Its tokens so far are output,
-not prompt, so every limit, stop string, penalty and grammar continues from its previous state. The
-prefill covers prompt and output. No token is sent twice. The penalties are restored
-by ``patches/penalties.py``.
+The request continues like a request that SGLang itself has retracted. Its tokens so far are output
+and not prompt, so every limit, stop string, penalty and grammar continues from its previous state.
+The prefill covers the prompt and this output. No token is sent twice.
+``patches/penalties.py`` restores the penalties.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from .commands import Resume
 
 
 class Resumes:
-    """The requests that another worker has begun, until SGLang queues them."""
+    """The requests that another worker has begun, until SGLang has queued them."""
 
     def __init__(self) -> None:
         self._announced: dict[str, Resume] = {}
-        """Commands whose requests have not arrived, by the id of the request."""
+        """Commands whose requests have not arrived yet, by SGLang's request id."""
         self._entering: set[str] = set()
-        """Ids of requests that have begun, and that SGLang has not queued."""
+        """SGLang's ids of requests that have arrived and that SGLang has not queued yet."""
 
     def announce(self, command: Resume) -> None:
-        """Keep a command until ``begin`` gets its request."""
+        """Keep a command until its request arrives in ``begin``."""
         self._announced[command.rid] = command
 
     def begin(self, request: Any) -> None:
-        """Give a request that was announced the tokens that it has already sent.
+        """Give an announced request the tokens that were already sent.
 
-        The request comes fresh from SGLang's constructor.
+        Call this directly after SGLang has constructed the request.
         """
         command = self._announced.pop(request.rid, None)
         if command is not None:
@@ -45,7 +45,7 @@ class Resumes:
                 _enter(request)
 
     def discard(self, rid: str) -> None:
-        """Forget a request that ends before SGLang queues it."""
+        """Drop a request that ends before SGLang queues it."""
         self._entering.discard(rid)
 
 
@@ -60,7 +60,7 @@ def _begin(request: Any, ids: array[int]) -> None:
             "output_top_logprobs",
             "output_token_ids_logprobs",
         ):
-            # Placeholders for the logprobs that another worker has sent.
+            # These are placeholders for the logprobs that another worker has already sent.
             getattr(logprob, f"{name}_val").extend([None] * count)
             getattr(logprob, f"{name}_idx").extend([None] * count)
         request.send_output_token_logprobs_offset = count
@@ -69,9 +69,9 @@ def _begin(request: Any, ids: array[int]) -> None:
 def _enter(request: Any) -> None:
     """Set up the grammar and the logprobs of a resumed request.
 
-    Advance its grammar, if any, to the end of the output. Request logprobs from there on. If the
-    grammar rejects the output, the request ends with an error, like a request whose grammar cannot
-    be compiled.
+    The grammar, if any, advances to the end of the output. Logprobs are computed from there on. If
+    the grammar rejects the output, the request ends with an error, like a request whose grammar
+    cannot be compiled.
     """
     if request.return_logprob:
         request.logprob_start_len = len(request.origin_input_ids) + len(request.output_ids)

@@ -1,4 +1,4 @@
-"""The routed experts of a request that were not sent yet."""
+"""Collect the routed experts of a request's tokens until they are sent."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 Rows = NDArray[Any]
-"""uint8 or int16 [tokens, layers, k]."""
+"""The experts of some tokens: uint8 or int16, shape [tokens, layers, k]."""
 
 
 class RoutedRows:
     """Rows of routed experts, one for each position of prompt and output from ``begin`` on.
 
-    The first row that is added for a position stays.
+    If a position is added again, its first row stays.
 
     Attributes:
-        prompt: tokens of the prompt.
+        prompt: the number of tokens in the prompt.
     """
 
     __slots__ = ("_end", "_rows", "prompt")
@@ -33,7 +33,7 @@ class RoutedRows:
         """Add the rows that a step has computed, from position ``at`` on.
 
         Args:
-            cached: returns the rows of positions that were in the KV cache before the step.
+            cached: returns the rows of positions whose KV was cached before the step.
         """
         if self._end < at:
             self._rows.append(cached(self._end, at))
@@ -44,12 +44,12 @@ class RoutedRows:
             self._end += len(new)
 
     def take(self, tokens: int) -> Rows | None:
-        """Return the rows before the last of ``tokens`` output tokens, which were not returned yet.
+        """Return the rows before the last of ``tokens`` output tokens, except returned rows.
 
-        The last token has no row: no step has had it as input.
+        The last token has no row, because it has not been the input of a step.
 
         Returns:
-            None if there is no such row.
+            None if there is no new row.
         """
         if not self._rows:
             return None

@@ -45,8 +45,8 @@ def _server_args(body: EngineSpec) -> ServerArgs:
         "served_model_name": "sglrl",
         "trust_remote_code": False,
         # SGLang's own watchdog kills the parent process of a scheduler that takes too long. Here
-        # the parent is the fork server, whose end would end every worker. The driver detects
-        # hanging workers instead, and kills only these.
+        # the parent is the fork server, whose exit would end every worker. Instead, the driver
+        # detects workers that hang, and kills only them.
         "watchdog_timeout": 1e9,
         "skip_tokenizer_init": not has_tokenizer(
             str(body.args.get("tokenizer_path") or body.model)
@@ -56,14 +56,14 @@ def _server_args(body: EngineSpec) -> ServerArgs:
         from . import cpu
 
         torch.set_num_threads(body.threads)
-        # The thread that sends weights to a replacement waits up to this long for the decoding
-        # thread, each time after it has waited for anything else.
+        # The thread that sends weights to a replacement may wait this long for the decoding thread,
+        # whenever it needs the GIL again.
         sys.setswitchinterval(0.0005)
         args |= cpu.engine_arguments(body.memory_share)
     args |= body.args
     if _saves_memory(body):
         if body.device == "cpu":
-            # torch_memory_saver is for GPUs. See ``Sleep``.
+            # torch_memory_saver supports only GPUs. ``Sleep`` frees the memory of a CPU itself.
             del args["enable_memory_saver"]
         else:
             enable_memory_saver()
@@ -89,7 +89,7 @@ def build(body: EngineSpec, adapter: Adapter | None) -> SglrlScheduler:
         adapter: the adapter of rank 0. None on other ranks.
     """
     server_args = _server_args(body)
-    # The ranks find each other through this file instead of a port.
+    # The ranks find each other through this file, not through a port.
     os.environ["SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"] = f"file://{body.rendezvous}"
     setup = Setup(
         server_args=server_args,
@@ -118,7 +118,7 @@ def build(body: EngineSpec, adapter: Adapter | None) -> SglrlScheduler:
 
 @contextmanager
 def _explained(model: str) -> Iterator[None]:
-    """Exit with an explanation if the hub, or an error of ours, keeps the engine from starting.
+    """Exit with an explanation after an error of ours, or a failed download from the hub.
 
     The explanation is the last output of the process. Other errors propagate unchanged.
     """
@@ -144,7 +144,7 @@ def _run(spec: WorkerSpec, body: EngineSpec) -> None:
     logging.basicConfig(
         level=str(body.args.get("log_level", "warning")).upper(),
         format=f"worker {spec.index}: %(levelname)s %(name)s: %(message)s",
-        # Some versions of SGLang have set handlers of their own.
+        # Some versions of SGLang have already set handlers.
         force=True,
     )
     mailbox = Mailbox(spec) if body.rank == 0 else None
@@ -165,11 +165,11 @@ def _run(spec: WorkerSpec, body: EngineSpec) -> None:
         window = body.window or max(64, 2 * int(scheduler.max_running_requests))
         start_heartbeats(spec, scheduler.sglrl_heartbeat)
         mailbox.ready(window, adapter.info())
-    # The objects of the model and of SGLang stay alive. Python's garbage collector need not walk
-    # them between two steps.
+    # The objects of the model and of SGLang stay alive, so the garbage collector need not visit
+    # them between steps.
     gc.freeze()
     scheduler.run_event_loop()
     if mailbox is not None:
         mailbox.close()
-    # SGLang's threads and CUDA teardown can take seconds and have no state left to save.
+    # The teardown of SGLang's threads and of CUDA can take seconds, and has no state to save.
     os._exit(0)

@@ -1,11 +1,11 @@
-"""SGLang's ``Scheduler`` in a worker, with the fabric's mailbox in place of ZeroMQ sockets.
+"""SGLang's ``Scheduler`` in a worker, with the worker's mailbox in place of ZeroMQ sockets.
 
-``init_ipc_channels`` and ``init_request_receiver`` are SGLang's own factory methods. Overriding
-them leaves SGLang's event loop unchanged, including overlap scheduling. The mailbox replaces
-SGLang's sockets in three places:
+``init_ipc_channels`` and ``init_request_receiver`` are SGLang's own factory methods. The subclass
+overrides them, so SGLang's event loop stays unchanged, including overlap scheduling. The mailbox
+replaces SGLang's sockets in three places:
 
-* ``_pull_raw_reqs`` pulls requests where SGLang would read its tokenizer's socket.
-* Outputs go to the mailbox where SGLang would write to its detokenizer's socket.
+* ``_pull_raw_reqs`` pulls requests where SGLang reads the socket of its tokenizer.
+* Outputs go to the mailbox where SGLang writes to the socket of its detokenizer.
 * ``maybe_sleep_on_idle`` blocks on the mailbox's socket while the scheduler is idle.
 
 With ``tp_size > 1`` only rank 0 has a mailbox. SGLang broadcasts the requests that rank 0 pulls to
@@ -60,15 +60,15 @@ logger = logging.getLogger("sglrl.worker")
 def max_tokens(max_req_len: int, kv_cache_tokens: int, page_size: int) -> int:
     """Return the maximum number of tokens of a prompt and its output together.
 
-    SGLang generates up to this length whatever the prompt's share is
-    (``init_req_max_new_tokens``). ``PrefillAdder`` still schedules a request of this length: the
-    pages of the request and one more are fewer than the pages of the cache.
+    SGLang generates up to this length for any length of the prompt (``init_req_max_new_tokens``).
+    ``PrefillAdder`` still schedules a request of this length, because its pages and one more page
+    are fewer than the pages of the cache.
     """
     return min(max_req_len - 1, kv_cache_tokens - 2 * page_size)
 
 
 class _Sink:
-    """Passes outputs to a function, in the place of SGLang's ZeroMQ sender."""
+    """Passes outputs to a function. Replaces SGLang's ZeroMQ sender."""
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
@@ -81,7 +81,7 @@ class _Sink:
 class _Receiver(SchedulerRequestReceiver):  # type: ignore[misc]
     """Pulls requests from the adapter.
 
-    The class has frozen slots, so the existing slot ``recv_from_tokenizer`` holds the adapter.
+    The class has fixed slots, so the existing slot ``recv_from_tokenizer`` holds the adapter.
     """
 
     __slots__ = ()
@@ -91,7 +91,7 @@ class _Receiver(SchedulerRequestReceiver):  # type: ignore[misc]
 
 
 class SglrlScheduler(Scheduler):  # type: ignore[misc]
-    """SGLang's scheduler between our mailbox and our GPU (rank 0), or on a follower rank."""
+    """SGLang's scheduler in a worker. Rank 0 has a mailbox; the other ranks follow rank 0."""
 
     waiting_queue: list[Any]
 
@@ -101,33 +101,33 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self.sglrl_weights: SglangWeights | None = None
         self.sglrl_sleep: Sleep | None = None
         self._sglrl_pause_wanted = False
-        """Whether a ``PauseCommand`` has paused the engine."""
+        """Whether a ``PauseCommand`` has paused the engine, and none has resumed it."""
         self.sglrl_queries: Queries | None = None
-        """Answers next-token queries; None if this acceleration is off."""
+        """Answers next-token queries. None if this acceleration is off."""
         self.sglrl_version = 0
         self.sglrl_weight_changes = 0
-        """The number of changes of the weights. Two changes may have the same version."""
+        """The number of changes of the weights, because two changes may have the same version."""
         self.sglrl_adapters: Any = None
-        """The ``lora.Adapters`` of this rank; None if the engine takes no adapters."""
+        """The ``lora.Adapters`` of this rank. None if the engine accepts no adapters."""
         self.sglrl_steps = StepClock()
-        """Counts all steps, prefills included, as long as the engine is not idle."""
+        """Measures all steps, including prefills, except the time in which the engine is idle."""
         self.sglrl_request_steps = 0
         self._sglrl_processed: tuple[int, Mapping[str, int]] = 0, {}
-        """The versions of the last processed results."""
+        """The versions of the weights and of the adapters in the last processed results."""
         self.sglrl_preempted = 0
         self._sglrl_launches = 0
         self._sglrl_last_prefill = 0
-        """Launch number of the last step that prefilled."""
+        """The launch number of the last step that was a prefill."""
         self._sglrl_prefilled: list[Any] = []
-        """The requests of this step."""
+        """The requests of this prefill."""
         self._sglrl_last_ended = 0
-        """Launch number of the last step whose results were processed."""
+        """The launch number of the last step whose results were processed."""
         self._sglrl_updating = False
         self._sglrl_resumes = Resumes()
         self._sglrl_reports: dict[str, Report] = {}
         super().__init__(*args)
-        # SGLang's own limit is five tokens less than it can generate after a shorter prompt, so
-        # outputs of full length could not be scored. It also ignores the number of pages.
+        # SGLang's own limit is five tokens less than the length that it can generate, so outputs of
+        # full length could not be scored. That limit also ignores the number of pages.
         self.max_req_input_len = 1 + max_tokens(
             self.max_req_len, self.max_total_num_tokens, self.page_size
         )
@@ -162,7 +162,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
     def maybe_sleep_on_idle(self) -> None:
         """Block on the mailbox.
 
-        SGLang calls this in every turn of its loop in which no request runs or waits.
+        SGLang calls this in every turn of its loop without a running or waiting request.
         """
         if self.sglrl_adapter is not None and not self.sglrl_adapter.pending:
             self.sglrl_adapter.mailbox.wait(IDLE_WAIT)
@@ -220,7 +220,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             self.sglrl_adapter.controls.paused(command)
 
     def _sglrl_stop_or_go(self) -> None:
-        """Make steps unless the engine is paused, or sleeps."""
+        """Stop the steps if the engine is paused or asleep. Otherwise continue."""
         assert self.sglrl_sleep is not None
         self._engine_paused = self._sglrl_pause_wanted or self.sglrl_sleep.stops
 
@@ -243,20 +243,20 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             self.sglrl_adapter.controls.slept(command, error)
 
     def sglrl_filled(self) -> None:
-        """Go on if the weights were not kept: an update of all of them is live now."""
+        """Continue after a sleep without kept weights. An update of all weights is live now."""
         if self.sglrl_sleep is not None and self.sglrl_sleep.empty:
             self.sglrl_sleep.empty = False
             self._sglrl_stop_or_go()
 
     def sglrl_retract(self) -> None:
-        """Return running requests to the queue. The engine stays paused, or running."""
+        """Return running requests to the queue. Keep the engine paused or running, as it is."""
         paused = self._engine_paused
         self.pause_generation(PauseGenerationReqInput(mode="retract"))
         self._engine_paused = paused
 
     @property
     def sglrl_loras(self) -> Mapping[str, int]:
-        """The versions of the adapters by SGLang's ids, of the next step."""
+        """The versions of the adapters that the next step uses, by SGLang's ids."""
         return {} if self.sglrl_adapters is None else self.sglrl_adapters.versions
 
     def sglrl_used_adapters(self) -> set[str | None]:
@@ -271,13 +271,13 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
     def sglrl_new_keys(self) -> None:
         """Give requests that wait for their prefill the keys of the current weights and adapters.
 
-        They then find no KV of older ones.
+        The requests then do not reuse KV of older versions.
         """
         for request in (*self.waiting_queue, *self.grammar_manager.grammar_queue):
             request.extra_key = str(self.sglrl_weight_changes)
             if request.lora_id is not None:
                 request.extra_key += self.sglrl_adapters.cache_key(request.lora_id)
-                # SGLang adds this to the keys of new requests.
+                # SGLang itself adds this id to the keys of new requests.
                 request.extra_key += request.lora_id
 
     @property
@@ -289,7 +289,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         queue = self.grammar_manager.grammar_queue
         for request in [r for r in queue if r.rid == recv_req.rid]:
             # The request waits for its grammar. SGLang would prefill another prompt in its place,
-            # and return the tokens that it samples after that prompt.
+            # and return the tokens that it samples after that prompt, so end the request here.
             queue.remove(request)
             request.grammar.cancel()
             self._sglrl_resumes.discard(request.rid)
@@ -325,7 +325,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             self._sglrl_last_prefill = self._sglrl_launches
             self._sglrl_prefilled = list(batch.reqs)
             if self.sglrl_adapter is not None:
-                # A prompt that is prefilled in parts has its next token after the last part.
+                # A prompt that is prefilled in parts gets its next token after the last part.
                 self.sglrl_adapter.next_tokens.expect(batch.reqs, self.chunked_req)
                 self.sglrl_adapter.launched(batch)
             score_temperature.attach(batch.reqs if sampling_reports.any_alive() else ())
@@ -341,7 +341,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
     def process_batch_result(self, batch: Any, result: Any, *args: Any, **kwargs: Any) -> Any:
         version, loras = result.sglrl_version, result.sglrl_loras
         if (version, loras) != self._sglrl_processed:
-            # Results are processed in the order in which their batches were launched.
+            # Results are processed in the order in which their steps were launched.
             self._sglrl_processed = version, loras
             if self.sglrl_adapter is not None:
                 live = [*batch.reqs, *self.running_batch.reqs, *self.waiting_queue]
@@ -360,18 +360,18 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         routed_experts.collect(self, batch, result)
         returned = super().process_batch_result(batch, result, *args, **kwargs)
         if self.sglrl_adapter is not None:
-            # Count progress before the prefill ends, so that no heartbeat reports only its end.
+            # Count the progress before the end of the prefill, so that a heartbeat reports both.
             self.sglrl_adapter.mailbox.progress += 1
         self._sglrl_last_ended = result.sglrl_launch
         return returned
 
     @property
     def sglrl_prefilling(self) -> list[Any]:
-        """The requests of a prefill whose results were not processed yet."""
+        """The requests of a prefill whose results were not processed yet, or []."""
         return self._sglrl_prefilled if self._sglrl_last_prefill > self._sglrl_last_ended else []
 
     def sglrl_heartbeat(self) -> Heartbeat:
-        """Return the progress and the phase of the loop. Called from any thread."""
+        """Return the progress and the phase of the loop. Any thread may call this."""
         phase = ""
         if self._sglrl_updating:
             phase = WEIGHTS
@@ -383,7 +383,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         return Heartbeat(self.sglrl_adapter.mailbox.progress, phase)
 
     def sglrl_waiting(self) -> int:
-        """Return the number of requests that wait for room or for their grammar."""
+        """Return the number of requests that wait for memory or for their grammar."""
         return len(self.waiting_queue) + len(self.grammar_manager.grammar_queue)
 
     def sglrl_running(self) -> int:
@@ -398,7 +398,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         return len({request.rid for request in requests if not request.finished()})
 
     def kv_tokens(self) -> tuple[int, int]:
-        """Return the tokens of KV cache that running requests hold, and the capacity.
+        """Return the number of KV cache tokens that running requests hold, and the capacity.
 
         Tokens that the prefix cache can free at once count as free, as in SGLang's ``token_usage``.
         """

@@ -1,4 +1,4 @@
-"""Give the memory of one rank back while its engine sleeps.
+"""Free the GPU or host memory of one rank while its engine sleeps.
 
 The KV cache is in memory of torch_memory_saver (https://github.com/fzyzcjy/torch_memory_saver), as
 in SGLang's own server. The weights are in ``double_buffer.Pages``. Both keep their addresses, so
@@ -19,14 +19,14 @@ from .model_weights import ModelWeights
 
 
 class Sleep:
-    """The state of one rank.
+    """The sleep state of one rank.
 
     Args:
-        enabled: the engine was launched with ``enable_memory_saver=True``.
+        enabled: whether the engine was launched with ``enable_memory_saver=True``.
 
     Attributes:
-        asleep: what has no memory now, of ``SLEEP_TAGS``.
-        empty: the weights were not kept, and no update has brought new ones.
+        asleep: the members of ``SLEEP_TAGS`` whose memory is freed now.
+        empty: whether the weights were not kept, and no update has sent new ones since.
     """
 
     def __init__(self, scheduler: Any, weights: ModelWeights, *, enabled: bool) -> None:
@@ -39,7 +39,7 @@ class Sleep:
 
     @property
     def possible(self) -> tuple[str, ...]:
-        """What this engine can give back, of ``SLEEP_TAGS``."""
+        """The members of ``SLEEP_TAGS`` whose memory this engine can free."""
         if not self._enabled:
             return ()
         return ("kv_cache", "weights") if self._weights.pages is not None else ("kv_cache",)
@@ -50,10 +50,10 @@ class Sleep:
         return bool(self.asleep) or self.empty
 
     def change(self, command: SleepCommand) -> None:
-        """Give memory back, or take it again. No request may run.
+        """Free memory, or allocate it again. No request may run.
 
         Raises:
-            EngineError: the GPU or the host has too little memory. ``asleep`` says what was done.
+            EngineError: the GPU or the host has too little memory. ``asleep`` is up to date.
         """
         wanted = set(command.asleep)
         if not wanted <= set(self.possible):
@@ -71,7 +71,7 @@ class Sleep:
             self._weights.drop_spare()
             if self._weights.device.type == "cuda":
                 torch.cuda.empty_cache()
-        # The weights first: an update may then bring new ones before the KV cache returns.
+        # Restore the weights first, so that an update can arrive before the KV cache returns.
         if "weights" in self.asleep - wanted:
             self._weights.restore_memory()
             self.asleep.remove("weights")
@@ -96,7 +96,7 @@ class Sleep:
         if self._weights.device.type == "cuda":
             torch.cuda.empty_cache()
             free: int = torch.cuda.mem_get_info()[0]
-            # torch_memory_saver would end this process.
+            # Check this here, because torch_memory_saver would end this process.
             if free < self._kv_bytes:
                 raise EngineError(
                     f"the KV cache takes {self._kv_bytes:,} bytes of the GPU, and {free:,} are free"
@@ -105,10 +105,10 @@ class Sleep:
 
 
 def enable_memory_saver() -> None:
-    """Let SGLang allocate its KV cache with torch_memory_saver. Call this before it does.
+    """Let SGLang allocate its KV cache with torch_memory_saver. Call this before the allocation.
 
-    SGLang preloads a library that replaces ``cudaMalloc``. A forked process cannot do this, so
-    torch_memory_saver uses an allocator of PyTorch instead.
+    SGLang's own server preloads a library that replaces ``cudaMalloc``. A forked process cannot do
+    this, so torch_memory_saver uses an allocator of PyTorch instead.
     """
     from torch_memory_saver import torch_memory_saver
 

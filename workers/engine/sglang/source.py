@@ -1,4 +1,4 @@
-"""Read SGLang's source from its files, without importing SGLang (an import takes 20 s)."""
+"""Read SGLang's source from its files. An import of SGLang would take 20 seconds."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _digests(path: Path) -> dict[str, str]:
 
 
 def _names(node: ast.AST) -> set[str]:
-    """Return the names that a statement defines. A block defines the names of its statements."""
+    """Return the names that a statement defines. A block defines the names of its parts."""
     match node:
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
             return {name}

@@ -1,8 +1,8 @@
 """A copy of a model whose tensors have no data, for a loader that must not change the model.
 
-``plan`` runs the model's loader on the copy. The copy shares no memory with the model, so the
-loader cannot change a weight with any operator of PyTorch or of an extension, any assignment to
-``.data``, or any write through a storage or a NumPy array.
+``weight_plan`` runs the model's loader on the copy. The copy shares no memory with the model, so
+the loader cannot change a weight: not with an operator of PyTorch or of an extension, not by an
+assignment to ``.data``, and not through a storage or a NumPy array.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ def storage_id(tensor: torch.Tensor) -> int:
 class StandIn:
     """Makes a copy of a model with the same modules, parameters, buffers and attributes.
 
-    A tensor on the meta device replaces every tensor, with the same type, shape, strides and offset
-    in its storage. Tensors that share a storage also share a storage in the copy. Containers and
-    bound methods that refer to the model refer to the copy. All other objects are shared with the
-    model.
+    A tensor on the meta device replaces every tensor. It has the same type, shape, strides and
+    offset in its storage. Tensors that share a storage also share a storage in the copy. Containers
+    and bound methods that refer to the model refer to the copy instead. All other objects are
+    shared with the model.
 
     Attributes:
         model: the copy.
@@ -38,12 +38,12 @@ class StandIn:
         self._copies: dict[int, tuple[Any, Any]] = {}
         """Each original and its copy, by ``id`` of the original.
 
-        The reference to the original keeps its id from being reused.
+        The reference to the original prevents the reuse of its id.
         """
         self._storages: dict[int, Any] = {}
-        """The meta storage of each live storage, by id of the live storage."""
+        """The meta storage that replaces each live storage, by id of the live storage."""
         self._live: dict[int, torch.Tensor] = {}
-        """A live tensor of each meta storage, by id of the meta storage."""
+        """A live tensor that uses each replaced storage, by id of the meta storage."""
         self.model = self._copy(model)
 
     @property
@@ -52,7 +52,7 @@ class StandIn:
         return set(self._live)
 
     def live(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the model's own tensor for a tensor of the copy, or for a view of one."""
+        """Return the model's own tensor for a tensor of the copy, or for a view of it."""
         owner = self._live[storage_id(tensor)]
         view = torch.empty(0, dtype=tensor.dtype, device=owner.device)
         return view.set_(
@@ -60,7 +60,7 @@ class StandIn:
         )
 
     def changes(self) -> Iterator[str]:
-        """Yield a description of each change to the copy other than a write into a tensor."""
+        """Yield a description of each change to the copy that is not a write into a tensor."""
         for original, copy in list(self._copies.values()):
             if isinstance(original, torch.Tensor):
                 own = storage_id(copy) in self._live
@@ -97,7 +97,7 @@ class StandIn:
         elif kind is MethodType and isinstance(value.__self__, (torch.nn.Module, torch.Tensor)):
             copy = MethodType(value.__func__, self._copy(value.__self__))
         elif isinstance(value, np.ndarray):
-            # The array may be a view of a tensor. Make the copy read-only, so a write raises.
+            # The array may be a view of a tensor. A write to a read-only copy raises an error.
             copy = value.view()
             copy.flags.writeable = False
         elif kind is partial:
@@ -128,7 +128,7 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _held(module: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the parameters, buffers and other tensors of the module itself, by name."""
+    """Yield the parameters, buffers and other tensors of this module alone, by name."""
     for values in (module._parameters, module._buffers, module.__dict__):
         for name, value in list(values.items()):
             if isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What the adapter knows of a request while SGLang has it."""
+"""The adapter's record of a request while SGLang has the request."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ from .routed_rows import RoutedRows
 
 _NOTHING: Final = np.zeros(0, "<i4")
 MAX_MASK_IDS: Final = 1 << 24
-"""Maximum size of the sampling masks of one call (64 MiB): for 4,096 tokens, 4,096 ids each."""
+"""Maximum number of ids in the sampling masks of one call (64 MiB): 4,096 tokens with 4,096 ids."""
 MASKS_TOO_LARGE: Final = (
     f"the sampling masks of the first {{}} tokens have more than {MAX_MASK_IDS:,} token ids: use "
     "top_k, or a smaller top_p or temperature"
 )
 Versions = tuple[int, int]
-"""The version of the weights, and the version of the request's adapter (0 without one)."""
+"""The version of the weights, and the version of the request's adapter (0 without an adapter)."""
 
 
 class TrackedRequest:
     """One request while SGLang has it.
 
-    sent: tokens reported so far, with the ``resumed`` tokens of another worker.
+    sent: number of tokens reported so far, including the ``resumed`` tokens of another worker.
     version: the versions that compute the next token.
-    changes: (position, version) in order: where ``version`` changes later.
-    top: likeliest tokens wanted at each position.
-    score_start: the first position of a scoring request; -1: it is not one.
-    prefills: of a scoring request: (first position, version) of each part of the prompt that one
-        version computes.
-    given: number of token ids whose logprobs are wanted at each position.
-    hidden: whether the hidden states are wanted.
-    generates: it is a request of ``generate``.
-    masks: for each position that was not reported, the tokens that could be drawn. None: they are
-        not wanted.
-    mask_ids: the number of all these tokens so far.
-    routed: its routed experts. None: they are not wanted.
-    lora: SGLang's id of its adapter, or None.
-    unloaded: the error if its adapter was unloaded, or "".
+    changes: (position, versions) of each later change of ``version``, in order.
+    top: number of likeliest tokens to report at each position.
+    score_start: the first position of a scoring request. -1 for other requests.
+    prefills: (first position, versions) of each part of the prompt of a scoring request. One pair
+        of versions computes one part.
+    given: number of token ids whose logprobs are reported at each position.
+    hidden: whether the hidden states are reported.
+    generates: whether this is a request of ``generate``.
+    masks: the tokens that could be drawn at each position that was not reported yet. None if they
+        are not reported.
+    mask_ids: the number of all ids in the masks so far.
+    routed: the routed experts. None if they are not reported.
+    lora: SGLang's id of the adapter, or None.
+    unloaded: the error message if the adapter was unloaded, or "".
     """
 
     __slots__ = (
@@ -102,10 +102,10 @@ class TrackedRequest:
             self.changes.append((at, version))
 
     def add_mask(self, at: int, ids: NDArray[np.int32]) -> bool:
-        """Keep the tokens that could be drawn at an output position, if they are wanted.
+        """Keep the tokens that could be drawn at an output position, if they are reported.
 
         Returns:
-            Whether all masks together are too large.
+            True if all masks together are too large.
         """
         if self.masks is None:
             return False
@@ -114,14 +114,14 @@ class TrackedRequest:
         return self.mask_ids > MAX_MASK_IDS
 
     def take_masks(self, count: int) -> list[NDArray[np.int32]] | None:
-        """Return the masks of the next ``count`` tokens. Call before ``take``."""
+        """Return the masks of the next ``count`` tokens. Call this before ``take``."""
         masks = self.masks
         if masks is None:
             return None
         return [masks.pop(at, _NOTHING) for at in range(self.sent, self.sent + count)]
 
     def take(self, count: int) -> list[tuple[int, Versions]]:
-        """Count ``count`` more tokens as sent; return them as [(number, version)], never empty."""
+        """Count ``count`` tokens as sent. Return (number, versions) of each part, at least one."""
         if not self.changes:
             self.sent += count
             return [(count, self.version)]

@@ -1,4 +1,4 @@
-"""Weight and sleep commands on their way to the scheduler's loop, from any thread."""
+"""A queue of weight and sleep commands from any thread to the scheduler's loop."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 from .commands import SleepCommand, WeightCommand
 
 _LAUNCH_SECONDS = 0.0015
-"""Upper bound of the time that launching a step on the GPU takes."""
+"""Upper bound in seconds of the time to launch a step on the GPU."""
 _REST_SECONDS = 0.006
-"""Longest time that the GPU may idle instead of starting a step that new weights would wait for."""
+"""Maximum seconds that the GPU idles to let new weights become live before the next step."""
 _COMMIT_SECONDS = 0.0015
-"""Time from the arrival of the last weights to the command that applies them.
+"""Seconds from the arrival of the last weights to the command that applies them.
 
-The wait for a late command allows this time once more.
+If the command is late, the loop waits this long once more.
 """
 
 
@@ -25,7 +25,7 @@ class WeightCommands:
     """The commands that the scheduler has not executed, in order. True if there are any.
 
     Args:
-        wake: wakes the scheduler's loop, from any thread.
+        wake: ends the wait of the scheduler's loop. Any thread may call it.
     """
 
     def __init__(self, wake: Callable[[], None]) -> None:
@@ -34,13 +34,13 @@ class WeightCommands:
         self._expected = threading.Event()
         self._arrived = threading.Event()
         self._due: float | None = None
-        """Time of ``time.monotonic`` at which the expected command arrives. None if unknown."""
+        """The time of ``time.monotonic`` at which the command is expected. None if unknown."""
 
     def __bool__(self) -> bool:
         return bool(self._commands)
 
     def put(self, command: WeightCommand | SleepCommand) -> None:
-        """Add a command. Called from any thread."""
+        """Add a command. Any thread may call this."""
         self._commands.append(command)
         self._arrived.set()
         self._wake()
@@ -50,29 +50,29 @@ class WeightCommands:
         return self._commands.popleft()
 
     def expect(self, seconds: float | None) -> None:
-        """Expect a command within about one step. Called from any thread.
+        """Expect a command within about one step. Any thread may call this.
 
         Args:
-            seconds: the time until all weights have arrived. None if the weights do not become live
-                at once then.
+            seconds: the time until all weights have arrived. None if they do not become live
+                immediately after that.
         """
         self._arrived.clear()
         self._due = None if seconds is None else time.monotonic() + seconds + _COMMIT_SECONDS
         self._expected.set()
 
     def expect_none(self) -> None:
-        """End the wait for an expected command. Called from any thread."""
+        """End the wait for an expected command. Any thread may call this."""
         self._expected.clear()
 
     def await_expected(self, scheduler: Any) -> None:
-        """Delay the next launch while an expected command is about to come.
+        """Delay the next launch while an expected command is about to arrive.
 
-        With overlap, the scheduler launches a step while the GPU still runs the step before. New
-        weights can apply only after the launched steps. So the scheduler launches the next step as
-        late as the GPU allows.
+        With overlap, the scheduler launches a step while the GPU still runs the previous step. New
+        weights become live only after the launched steps. So the scheduler launches the next step
+        as late as the GPU allows.
 
-        If the command comes soon after that and costs the GPU no time of its own, the scheduler
-        launches the step after the command. This happens once per update.
+        If the command will arrive soon after that, the scheduler waits for it and launches the step
+        afterwards, even though the GPU idles. This happens at most once for each update.
         """
         if not self._expected.is_set():
             return

@@ -2,8 +2,8 @@
 
 The model's own ``load_weights`` knows these places, including fused, sharded and renamed
 parameters. It runs once, on a copy of the model without data (``stand_in``) and with tensors
-without data. A recorder notes the copies that it makes. So the live weights are never touched, and
-an update consists of exactly these copies.
+without data, while a recorder notes the copies that it makes. So the live weights stay unchanged,
+and an update consists of exactly these copies.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .stand_in import StandIn, storage_id
 
 @dataclass(frozen=True)
 class Copy:
-    """Part of a named tensor, and the live view that receives it.
+    """A part of a named tensor, and the live view into which it is copied.
 
     Attributes:
         target: the live view.
-        offset, size, stride: the part of the named tensor, in elements.
+        offset, size, stride: the part of the named tensor, counted in elements.
     """
 
     target: torch.Tensor
@@ -48,9 +48,10 @@ class Plan:
     """The copies that make up an update.
 
     Attributes:
-        copies: the copies of every tensor that the model keeps, by its Hugging Face name.
-        description: the tensors that an update consists of.
-        straight: live views of the tensors that are copied in one piece, exactly as they arrive.
+        copies: the copies of every tensor that the model keeps, by Hugging Face name.
+        description: the tensors of an update.
+        straight: live views of the tensors that are copied whole, in the layout in which they
+            arrive.
     """
 
     def __init__(self, copies: dict[str, list[Copy]], description: ModelDescription) -> None:
@@ -60,7 +61,7 @@ class Plan:
         self.straight = dict(self._straight())
 
     def _straight(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the target of each tensor that is copied in one piece, exactly as it arrives."""
+        """Yield the target of each tensor that is copied whole, in the layout of its arrival."""
         for spec in self.description.tensors:
             copy, *others = self.copies[spec.name]
             target = copy.target
@@ -70,9 +71,9 @@ class Plan:
                 yield spec.name, target
 
     def places(self, memory: torch.Tensor) -> dict[str, tuple[int, int]] | None:
-        """Return the byte range of each tensor in ``memory``: first byte, and last byte plus one.
+        """Return the byte range of each tensor in ``memory``: the first byte, and the end.
 
-        Return None unless all tensors lie in ``memory`` exactly as they arrive.
+        Return None unless all tensors lie in ``memory`` in the layout in which they arrive.
         """
         ranges = {}
         for name, target in self.straight.items():
@@ -88,7 +89,7 @@ class Spare:
 
     Attributes:
         views: the place in this memory that receives each tensor.
-        gaps: the byte ranges between these places.
+        gaps: the byte ranges that no tensor uses.
     """
 
     def __init__(
@@ -111,8 +112,8 @@ _PADDING = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 class _Sent(torch.Tensor):  # type: ignore[misc]
     """A tensor of the checkpoint, without data.
 
-    A recorder works in one thread only. Using the tensor in another thread is an error, because the
-    plan would miss the copy.
+    The recorder works in one thread only. Use of the tensor in another thread is an error, because
+    the plan would miss the copy.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl
@@ -125,8 +126,8 @@ class _Sent(torch.Tensor):  # type: ignore[misc]
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]
     """Records which parts of the tensors in ``names`` are copied to which parts of the stand-in.
 
-    The recorder runs operators on the stand-in and on tensors that the loader has made, and refuses
-    changes to all others. So tensors that the loader gets from elsewhere do not change either.
+    The recorder runs operators on the stand-in and on tensors that the loader has created. It
+    refuses changes to all other tensors, which the loader may have obtained from elsewhere.
     """
 
     def __init__(self, stand_in: StandIn, names: dict[int, str], dtype: torch.dtype) -> None:
@@ -139,9 +140,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         self.padded: list[torch.Tensor] = []
         self.other: set[str] = set()
         self._made: dict[int, Any] = {}
-        """Storages that the loader has made, by id."""
+        """Storages that the loader has created, by id."""
         self._foreign: dict[int, Any] = {}
-        """Storages that the loader got from elsewhere, by id."""
+        """Storages that the loader has obtained from elsewhere, by id."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -156,14 +157,14 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             raise RuntimeError(f"{func} would change a tensor that is not the loader's own")
         if not storages.keys() & self.live:
             if mutable and storages.keys() & self.names.keys():
-                # The loader changes a tensor before the copy. Gemma's adds 1 to norm weights.
+                # The loader changes a tensor before the copy, as Gemma's adds 1 to norm weights.
                 self.other.add(str(func))
             return self._run(func, args, kwargs)
         if func is torch.ops.aten.copy_.default and storage_id(args[0]) in self.live:
             target, source = args[0], args[1]
             name = self.names.get(storage_id(source))
             if name is None or source.dtype != self.dtype:
-                # The source was computed, or its bytes are reinterpreted as another dtype.
+                # The source was computed, or its bytes were reinterpreted as another dtype.
                 self.other.add(str(func))
                 return target
             copy = Copy(
@@ -175,11 +176,11 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
             self.copies.setdefault(name, []).append(copy)
             return target
         if func in _PADDING:
-            # This pads the vocabulary. An update leaves the padding as it is.
+            # This pads the vocabulary. An update does not change the padding.
             self.padded.append(self.stand_in.live(args[0]))
             return args[0]
         if mutable or not any(r.alias_info is not None for r in func._schema.returns):
-            # The loader computes from a live weight, or writes to one by other means.
+            # The loader computes from a live weight, or writes to a live weight without a copy.
             self.other.add(str(func))
         return self._run(func, args, kwargs)
 
@@ -203,7 +204,7 @@ def _sent(tensor: torch.Tensor) -> torch.Tensor:
 
 
 Names = list[tuple[str, tuple[int, ...]]]
-"""Names and shapes of a checkpoint's tensors."""
+"""The names and shapes of a checkpoint's tensors."""
 
 
 def plan_of(model: Any, folder: Path, config: Any) -> Plan:
@@ -218,8 +219,8 @@ def plan_of(model: Any, folder: Path, config: Any) -> Plan:
     checkpoint = checkpoint_tensors(folder, config)
     if checkpoint is not None:
         return make_plan(model, *checkpoint)
-    # There is no checkpoint, for example because the weights are random. So the names are guessed,
-    # and a guess must cover the whole model.
+    # There is no checkpoint, for example because the weights are random. The names are then a
+    # guess, which must cover the whole model.
     wrong = ""
     for named, tied in _guesses(config):
         try:
@@ -243,12 +244,12 @@ def make_plan(
 
     Args:
         named: names and shapes of the tensors.
-        skipped: names that are tied to other tensors.
-        all_of_it: require that the named tensors cover the whole model.
+        skipped: names of tensors that are tied to other tensors.
+        all_of_it: whether the named tensors must cover the whole model.
 
     Raises:
-        EngineError: the loader does more than copy, so the copies would not be the whole update; or
-            ``all_of_it`` is set and the named tensors do not cover the model.
+        EngineError: the loader does more than copy, so the copies would not be the whole update, or
+            the named tensors do not cover the model although ``all_of_it`` is set.
     """
     dtype = next(model.parameters()).dtype
     sources = {name: _sent(torch.empty(shape, dtype=dtype, device="meta")) for name, shape in named}
@@ -309,7 +310,8 @@ def _dtype(tensor: torch.Tensor) -> str:
 def checkpoint_folder(model: str, revision: str | None, cache: str | None) -> Path:
     """Return the folder with the files of a model that SGLang has loaded.
 
-    A model is a folder, or a name on the hub. The files of a hub model are in the cache by now.
+    The model is a folder, or a name on the hub. SGLang has already downloaded the files of a hub
+    model to the cache.
     """
     if not Path(model).is_dir():
         from huggingface_hub import snapshot_download
@@ -323,11 +325,11 @@ def checkpoint_folder(model: str, revision: str | None, cache: str | None) -> Pa
 
 
 def checkpoint_tensors(folder: Path, config: Any) -> tuple[Names, set[str]] | None:
-    """Read names and shapes of the tensors in a checkpoint from the headers of its files.
+    """Read the names and shapes of a checkpoint's tensors from the headers of its files.
 
     Returns:
-        The names and shapes, and the names that are tied to others. None if the folder has no
-        safetensors files.
+        The names and shapes, and the names that are tied to other tensors. None if the folder has
+        no safetensors files.
     """
     if not folder.is_dir() or not any(folder.glob("*.safetensors")):
         return None
@@ -347,9 +349,9 @@ def _tied_names(config: Any) -> set[str]:
 def _guesses(config: Any) -> Iterator[tuple[Names, set[str]]]:
     """Yield possible names and shapes of a checkpoint's tensors.
 
-    The first guess is the module of transformers, built without memory. Where this module keeps all
-    experts of a layer in one tensor, the next guesses name one tensor per expert, by each known
-    naming scheme.
+    The first guess is the names in the module of transformers, built without memory. This module
+    may keep all experts of a layer in one tensor. The next guesses then name one tensor for each
+    expert, by each known naming scheme.
     """
     from transformers import AutoModelForCausalLM
 

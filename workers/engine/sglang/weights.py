@@ -1,8 +1,8 @@
-"""Bring new weights into a running SGLang engine.
+"""Apply new weights to a running SGLang engine.
 
-New weights become live between two steps, on the scheduler's thread. Every rank of a replica does
-this at the same place in its loop: rank 0 puts a ``WeightCommand`` among the requests that SGLang
-broadcasts to all ranks.
+New weights become live between two steps, on the scheduler's thread. Rank 0 puts a
+``WeightCommand`` among the requests that SGLang broadcasts to all ranks, so every rank of a replica
+applies the weights at the same place in its loop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SglangWeights:
         self._ready: tuple[int, Any] | None = None
         self._holds = Holds()
         self._at_rest: Any = None
-        """CUDA event of the last step's end, while no step is launched."""
+        """CUDA event at the end of the last step, while no new step is launched. Otherwise None."""
 
     # --- on the channel's threads -----------------------------------------------------------------
 
@@ -65,7 +65,7 @@ class SglangWeights:
         return self._holds.release(update, version, staged=staged)
 
     def given_up(self, command: WeightCommand) -> bool:
-        """Return whether the update that asked for this hold is already over."""
+        """Return whether the update that requested this hold is already over."""
         return command.hold and self._holds.is_over(command.update)
 
     def _command(self, command: WeightCommand) -> None:
@@ -76,12 +76,12 @@ class SglangWeights:
     # --- on the scheduler's thread ----------------------------------------------------------------
 
     def rest(self) -> None:
-        """Record that no step is launched until the next update is live or given up."""
+        """Record that no step is launched until the next update is live or aborted."""
         self._at_rest = torch.cuda.Event(enable_timing=True)
         self._at_rest.record(self.live.stream)
 
     def go_on(self) -> None:
-        """Record that a step is launched."""
+        """Record that steps are launched again."""
         self._at_rest = None
 
     def execute(self, command: WeightCommand) -> None:
@@ -89,7 +89,7 @@ class SglangWeights:
         if self.given_up(command):
             return
         if command.inflight == "retract":
-            # SGLang computes the KV of retracted requests again, with the new weights.
+            # SGLang then computes the KV of these requests again, with the new weights.
             self._scheduler.sglrl_retract()
         if command.hold:
             self._hold(command)
@@ -133,7 +133,7 @@ class SglangWeights:
                 return took
 
         self._switch(command.version)
-        # The staged memory must outlive the copies. The channel drops it after the wait.
+        # The staged memory must outlive the copies, so the channel drops it after ``pause``.
         self.channel.committed(command.update, pause)
 
     def _hold(self, command: WeightCommand) -> None:
@@ -154,7 +154,7 @@ class SglangWeights:
         self._switch(hold.version)
 
     def _switch(self, version: int) -> None:
-        """Use a version from the next step on."""
+        """Use this version of the weights from the next step on."""
         self._scheduler.sglrl_version = version
         self._scheduler.sglrl_weight_changes += 1
         self._scheduler.sglrl_new_keys()
