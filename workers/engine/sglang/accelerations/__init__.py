@@ -1,1 +1,1 @@
-"""Faster replacements for parts of SGLang, with the same results."""
+"""Faster replacements for parts of SGLang. The results stay the same, except for rounding."""

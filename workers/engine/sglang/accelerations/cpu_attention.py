@@ -1,9 +1,9 @@
 """Attention on a CPU for all requests of a step at once.
 
-SGLang's backend for CPUs without AMX handles one request after the other, in Python, in every
-layer. With a small model this takes most of a step. Prefills are slower still: the backend also
-computes the tokens that the prefix cache holds, and then drops the results. Here one call of
-PyTorch's attention handles all requests of about the same length (``ragged_attention.py``).
+On CPUs without AMX, SGLang's backend handles one request after the other, in Python, in every
+layer. With a small model this takes most of a step. Prefills are slower still, because the backend
+also computes the tokens in the prefix cache, and then drops the results. In this module, one call
+of PyTorch's attention handles all requests of about the same length (``ragged_attention.py``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .ragged_attention import Call, attend, plan, token_bytes
 
 
 class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
-    """Replaces SGLang's "torch_native" backend. Encoders and sliding window pools still use it."""
+    """Replaces SGLang's "torch_native" backend, except for encoders and sliding window pools."""
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
@@ -57,5 +57,5 @@ class BatchedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
 
 
 def install(setup: Setup) -> None:
-    """Register the backend."""
+    """Register the backend under SGLang's name "torch_native"."""
     ATTENTION_BACKENDS["torch_native"] = BatchedAttention

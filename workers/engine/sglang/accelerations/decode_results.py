@@ -1,15 +1,15 @@
 """Process the results of a decode step with little work per request.
 
-With a small model and a large batch, SGLang's scheduler spends most of its time here. In a step of
-1,024 requests almost every request gets one token and continues. SGLang makes a dozen calls for
-each of them.
+With a small model and a large batch, SGLang's scheduler spends most of its time on these results.
+In a step of 1,024 requests almost every request gets one token and continues. SGLang makes a dozen
+calls for each of them.
 
-Here a request that only continues gets its token and its logprob, and nothing else. SGLang's own
-code processes all other requests: those that may end with this token, report it, or want more than
-token and logprob. SGLang's code gets a batch of these requests only.
+In this module, a request that only continues gets its token and its logprob, and nothing else.
+SGLang's own code processes all other requests, as a smaller batch. These are requests that may end
+with this token, that report it, or that need more than the token and its logprob.
 
-The fast path omits work that was found to be unnecessary by reading SGLang's methods. The list
-``patch_list`` names these methods.
+The fast path omits work that SGLang's methods need only in other cases. ``patch_list`` names these
+methods, and their sources are checked.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ..patch import Setup
 
 
 class _Plan:
-    """Values that decide whether a token is the last one, and whether to report it.
+    """Values that decide whether a token is the last token, and whether to report it.
 
     Attributes:
-        limit: maximum number of tokens of the request.
-        stops: tokens that end the request.
-        logprob: whether the request wants the logprob of its tokens.
-        vocab_size: upper bound of token ids, exclusive.
-        interval: number of tokens in one report.
+        limit: the maximum number of tokens of the request.
+        stops: the tokens that end the request.
+        logprob: whether the request needs the logprobs of its tokens.
+        vocab_size: the exclusive upper bound of token ids.
+        interval: the number of tokens in one report.
     """
 
     __slots__ = ("interval", "limit", "logprob", "stops", "vocab_size")
@@ -56,7 +56,7 @@ class _Plan:
 
 
 def _plan(request: Any) -> _Plan | None:
-    """Return None for a request that SGLang's own code must process in every step."""
+    """Return the plan, or None if SGLang's own code must process the request in every step."""
     params = request.sampling_params
     logprob = request.logprob
     if (
@@ -82,7 +82,7 @@ def _plan(request: Any) -> _Plan | None:
 
 
 def install(setup: Setup) -> Callable[[Any], bool]:
-    """Return a function that replaces the scheduler's processor of results by a ``Results``."""
+    """Return a function that replaces the scheduler's processor of results by ``Results``."""
     return _replace
 
 
@@ -113,8 +113,8 @@ class Results(SchedulerBatchResultProcessor):  # type: ignore[misc]
     def _takes(self, batch: Any, result: Any) -> bool:
         """Return whether the fast path applies to a step.
 
-        It does not apply if the step has more results than tokens and logprobs. It does not apply
-        either if SGLang logs this step, because the log entry describes the whole batch.
+        It does not apply if the step has other results than tokens and logprobs. It also does not
+        apply if SGLang logs this step, because the log entry describes the whole batch.
         """
         logits, metrics = result.logits_output, self.metrics_reporter
         return (
@@ -131,7 +131,7 @@ class Results(SchedulerBatchResultProcessor):  # type: ignore[misc]
         )
 
     def _go_on(self, batch: Any, result: Any) -> tuple[Any, Any]:
-        """Add tokens to the requests that only continue. Return the rest of batch and result."""
+        """Add tokens to the requests that only continue. Return batch and result of the rest."""
         ids = result.next_token_ids
         ids = ids if isinstance(ids, list) else ids.tolist()
         logits = result.logits_output
@@ -155,7 +155,7 @@ class Results(SchedulerBatchResultProcessor):  # type: ignore[misc]
                 continue
             output = request.output_ids
             count, sent, interval = len(output) + 1, request.send_token_offset, plan.interval
-            # Some versions count all tokens of a request for this, others only the unsent tokens.
+            # Some versions count all tokens of a request, others only the unsent tokens.
             if (
                 count >= plan.limit
                 or not sent

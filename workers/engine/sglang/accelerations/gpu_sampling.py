@@ -1,13 +1,13 @@
 """Draw tokens and compute their logprobs on the GPU, in one pass over the logits.
 
-Without top-p, top-k and min-p all tokens may be drawn. SGLang then divides the logits and computes
+Without top-p, top-k and min-p every token can be drawn. SGLang then divides the logits and computes
 probabilities, noise, quotients and the logarithms of all of them. These are a dozen passes over
 [requests, vocabulary]. With a small model and a large vocabulary they take a third of a step.
 
-Here each logit is read once. An exponential race decides: with E exponentially distributed, the
-token with the smallest E / p is drawn with probability p. The logarithm of this quotient needs no
-probabilities (the Gumbel-max trick, https://arxiv.org/abs/1411.0030, section 2). The same pass sums
-the terms of the logprob.
+This module reads each logit once. An exponential race selects the token: with E exponentially
+distributed, the token with the smallest E / p is drawn with probability p. The logarithm of this
+quotient needs no probabilities (the Gumbel-max trick, https://arxiv.org/abs/1411.0030, section 2).
+The same pass sums the terms of the logprob.
 
 SGLang handles all other cases: other ways to sample, seeds (``seeded_sampling``), top logprobs, and
 reports (``sampling_reports``).
@@ -31,9 +31,9 @@ from ..patches import seeded_sampling
 logger = logging.getLogger("sglrl.worker")
 
 _LANES = 512
-"""Lanes of one program. A lane handles four logits: one generator counter yields four numbers."""
+"""Lanes of one program. A lane handles four logits, because one random draw yields four numbers."""
 _KEY = 0x2545F4914F6CDD1D
-"""Makes the numbers differ from the numbers that torch draws with the same seed."""
+"""Makes the random numbers differ from the numbers that torch draws with the same seed."""
 _LONG = 1 << 61
 
 _begun = False
@@ -41,9 +41,9 @@ _begun = False
 
 @triton.jit
 def _race(logit, temperature, bits, allowed):  # type: ignore[no-untyped-def]
-    """Return scaled logits and the logarithms of the race's scores."""
+    """Return the scaled logits, and the logarithms of their scores in the race."""
     scaled = tl.where(allowed, logit.to(tl.float32) / temperature, float("-inf"))
-    # The value is in (0, 1). It is fine-grained near 0, where the race is decided.
+    # The value is in (0, 1). It has the finest steps near 0, where the race is decided.
     uniform = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     small = uniform * (1.0 + uniform * (0.5 + uniform * (1.0 / 3.0 + uniform * 0.25)))
     waits = tl.where(uniform < 0.01, small, -tl.log(1.0 - uniform))
@@ -52,7 +52,7 @@ def _race(logit, temperature, bits, allowed):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _first(score, token, other, other_token):  # type: ignore[no-untyped-def]
-    """Return the higher one of two scores, and its token."""
+    """Return the higher of two scores, and its token."""
     better = other > score
     return tl.where(better, other, score), tl.where(better, other_token, token)
 
@@ -93,7 +93,7 @@ def _draw_part(  # type: ignore[no-untyped-def]
         tl.load(at + token3, token3 < columns, low), temperature, bits3, token3 < columns
     )
     most = tl.max(tl.maximum(tl.maximum(scaled0, scaled1), tl.maximum(scaled2, scaled3)), axis=0)
-    # A part without allowed tokens adds nothing. NaN and infinity make the sum NaN.
+    # A part without allowed tokens adds nothing. A NaN or infinite value makes the sum NaN.
     zero = tl.where(most == low, 0.0, most)
     total = tl.sum(
         tl.exp(scaled0 - zero)
@@ -136,7 +136,7 @@ def _join_parts(  # type: ignore[no-untyped-def]
     drawn = tl.load(tokens + row * parts + winner)
     scaled = tl.load(floats + 3 * of_one + row * parts + winner)
     logprob = scaled - highest - tl.log(sums)
-    # Like in a softmax: a value is NaN or infinite, or no token is allowed.
+    # As in a softmax, the row is bad if a value is NaN or infinite, or if no token is allowed.
     bad = (sums != sums) | (logprob != logprob) | (highest == low)
     tl.store(ids + row, tl.where(bad, 0, drawn))
     tl.store(logprobs + row, tl.where(bad, 0.0, logprob))
@@ -149,15 +149,16 @@ def draw(
     """Draw one token per row, distributed as ``softmax(logits / temperatures)``.
 
     Args:
-        logits: float [n, vocabulary]; -inf: not allowed. They do not change.
+        logits: float [n, vocabulary]. -inf forbids a token. The logits do not change.
         temperatures: float32 [n] or [n, 1].
-        key, step: the result is a function of both, the row's number and the row's values. Both are
-            from 2**61 to 2**62, because Triton never compiles numbers of this size as 32 bits.
-        lanes: a power of two.
+        key, step: the seed and the position of the random numbers. The result is a function of
+            them, the row's number and the row's values. Both are from 2**61 to 2**62, because
+            Triton never compiles numbers of this size as 32 bits.
+        lanes: the number of lanes of one program, a power of two.
 
     Returns:
         Token ids, int32 [n]; their logprobs, float32 [n]; and rows without a token, bool [n]. A row
-        has no token if a value is NaN or +inf, or if all are -inf. Its token and logprob are 0.
+        has no token if a value is NaN or +inf, or if all are -inf. Its id and logprob are then 0.
     """
     rows, columns = logits.shape
     if logits.stride(1) != 1:
@@ -186,7 +187,7 @@ def draw(
 
 
 def install(setup: Setup) -> Callable[[Any], bool]:
-    """Patch SGLang's sampler. Return a function that compiles the kernels."""
+    """Patch SGLang's sampler. Return a function that compiles the kernels, then uses them."""
     if theirs.SGLANG_RETURN_ORIGINAL_LOGPROB:
         return lambda scheduler: False
     forward = Sampler.forward
@@ -237,7 +238,7 @@ def _takes(info: Any, return_logprob: bool, top_logprobs: Any, token_ids: Any) -
 
 
 def _next_step(device: torch.device) -> tuple[int, int]:
-    """Return seed and offset of torch's generator, and advance it. All ranks have equal values."""
+    """Return seed and offset of torch's generator, and advance it. All ranks get equal values."""
     generator = torch.cuda.default_generators[device.index]
     at: int = generator.get_offset()
     generator.set_offset(at + 4)
@@ -245,9 +246,9 @@ def _next_step(device: torch.device) -> tuple[int, int]:
 
 
 def begin(scheduler: Any) -> bool:
-    """Compile the kernels now, rather than during the first request, and use them from now on.
+    """Compile the kernels before the first request, and use them from now on.
 
-    Either all ranks use them or none.
+    Either all ranks use the kernels, or none does.
     """
     global _begun
     try:

@@ -19,8 +19,8 @@ _ALIGNMENT = 512
 def install(setup: Setup) -> None:
     """Patch SGLang to move the parameters of every model that it loads.
 
-    They move before other code has their addresses, for example attention backends and CUDA graphs.
-    The runner's ``sglrl_pages`` is the result of ``move``, or None.
+    The parameters move before other code stores their addresses, for example attention backends
+    and CUDA graphs. The runner's ``sglrl_pages`` is the result of ``move``, or None.
     """
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.utils.torch_memory_saver_adapter import TorchMemorySaverAdapter
@@ -29,14 +29,14 @@ def install(setup: Setup) -> None:
 
     def load_model(runner: Any, *args: Any, **kwargs: Any) -> Any:
         saver = runner.memory_saver_adapter
-        # Memory that can be exchanged can also be given back, without torch_memory_saver.
+        # The moved parameters can be freed without torch_memory_saver, so turn the saver off.
         runner.memory_saver_adapter = TorchMemorySaverAdapter.create(enable=False)
         try:
             result = load(runner, *args, **kwargs)
         finally:
             runner.memory_saver_adapter = saver
         runner.sglrl_pages = None
-        # Quantized weights are never updated, and their kernels may already hold their addresses.
+        # Quantized weights are never updated, and their kernels may already hold the addresses.
         plain = runner.model_config.quantization is None
         if plain and not runner.is_draft_worker:
             runner.sglrl_pages = move(runner.model)
@@ -49,8 +49,8 @@ def move(model: torch.nn.Module) -> Pages | None:
     """Move the parameters that share their memory with no other tensor.
 
     Returns:
-        The memory. None if there are no such parameters, if they are on several devices, or if the
-        device has no room or no support for such memory.
+        The memory. None if there are no such parameters, if the parameters are on several devices,
+        or if the device has no room or no support for such memory.
     """
     movable = [p for p in model.parameters() if p.is_contiguous() and p.numel() and _alone(p)]
     devices = {p.device for p in movable}

@@ -1,16 +1,16 @@
 """Answer queries for the next token without SGLang's scheduling.
 
-A client may ask for distributions one token after the other, as genlm's inference does. The prefix
-cache then holds all tokens of a query except the last one. Such a query needs one row of a decode
-step and one more token in the cache. SGLang turns it into a request that is queued, admitted,
+A client may request distributions one token after the other, as genlm's inference does. The prefix
+cache then holds all tokens of a query except the last token. Such a query needs one row of a decode
+step and one more token in the cache. But SGLang turns it into a request that is queued, admitted,
 allocated, prefilled, sampled, finished and reported. This takes half a millisecond of SGLang's
 thread.
 
-Here the waiting queries become decode steps between two of SGLang's own steps. They use SGLang's
-model runner, memory and prefix cache, and leave these as SGLang's own requests would. A query with
-a few new tokens becomes as many rows (``short_prefill.py``).
+This module runs the waiting queries as decode steps between two of SGLang's own steps. The steps
+use SGLang's model runner, memory and prefix cache, and leave these as SGLang's own requests would.
+A query with a few new tokens becomes as many rows (``short_prefill.py``).
 
-All other queries go to SGLang. Their tokens stay in the cache, which serves later queries.
+SGLang runs all other queries. Their tokens stay in the cache, which serves later queries.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from ..patch import Setup
 from . import short_prefill
 
 _AT_ONCE = 32
-"""Maximum queries in one step. The answers of a step are sent while the next step is computed."""
+"""Maximum queries in one step. One step's answers are sent while the next step is computed."""
 
 _AT_ONCE_WITHOUT_GRAPHS = 64
-"""Maximum without CUDA graphs, where a step costs nearly the same for any number of rows."""
+"""Maximum queries in one step without CUDA graphs. A step then costs the same for any rows."""
 
 
 class Known:
     """A query and its prefix in the prefix cache.
 
     Attributes:
-        slots: KV slots of the prefix, int64 [cached].
+        slots: the KV slots of the prefix, int64 [cached].
         node: the node of the cache at which the prefix ends.
-        cached: number of tokens in the prefix.
+        cached: the number of tokens in the prefix.
     """
 
     __slots__ = ("cached", "node", "request", "slots")
@@ -64,10 +64,10 @@ class Known:
 
 
 Answer = Callable[[Sequence[Known], torch.Tensor, Sequence[int]], Callable[[], None]]
-"""Makes the answers to queries from logits.
+"""Prepares the answers to queries from logits.
 
-Its arguments are the queries, logits, [rows, vocabulary], and each query's row. The logits may
-change after the call returns. The result is a function that sends the answers.
+The arguments are the queries, the logits [rows, vocabulary], and the row of each query. The logits
+may change after the call. The result is a function that sends the answers.
 """
 
 
@@ -81,7 +81,7 @@ def is_query(request: Any) -> bool:
 
 
 def install(setup: Setup) -> Callable[[Any], bool]:
-    """Return a function that gives the scheduler its ``Queries``."""
+    """Return a function that sets the ``sglrl_queries`` of the finished scheduler."""
     answer = None if setup.adapter is None else setup.adapter.answer
 
     def finish(scheduler: Any) -> bool:
@@ -94,10 +94,10 @@ def install(setup: Setup) -> Callable[[Any], bool]:
 
 
 class Queries:
-    """Answers queries on one rank. Every rank of a replica has the same state and does the same.
+    """Answers queries on one rank. All ranks of a replica have the same state and do the same.
 
     Args:
-        answer: makes the answers. None on ranks that send no answers.
+        answer: prepares the answers. None on ranks that send no answers.
     """
 
     def __init__(self, scheduler: Any, answer: Answer | None) -> None:
@@ -120,7 +120,7 @@ class Queries:
         )
 
     def run(self, requests: list[Any]) -> list[Any]:
-        """Answer all queries that need no scheduling. Return the others, in their order."""
+        """Answer all queries that need no scheduling. Return the other requests, in their order."""
         others: list[Any] = []
         answer = _nobody
         for step in self._steps(requests, others):
@@ -134,7 +134,7 @@ class Queries:
         return others
 
     def _steps(self, requests: list[Any], others: list[Any]) -> list[list[Known]]:
-        """Group the queries into steps. Append to ``others`` the requests that SGLang must run."""
+        """Group the queries into steps. Append the requests that SGLang must run to ``others``."""
         few = most = short_prefill.max_rows(self._runner)
         at_once = _AT_ONCE
         if self._runner.decode_cuda_graph_runner is None:
@@ -167,16 +167,16 @@ class Queries:
         if len(ids) == 1:
             # SGLang's cache matches nothing for the empty sequence.
             return None
-        # If all tokens are cached, the last token is computed again.
+        # If all tokens are cached, compute the last token again.
         key = RadixKey(ids[:-1], request.extra_key)
         match = self._tree.match_prefix(MatchPrefixParams(key=key))
         return Known(request, match.device_indices, match.last_device_node)
 
     def _launch(self, step: list[Known]) -> Callable[[], None] | None:
-        """Launch a step. Return None if there is no room: then SGLang makes room."""
+        """Launch a step. Return None if there is no room, which SGLang's scheduling then makes."""
         scheduler = self._scheduler
-        # These rows of the table stay free. The step uses them until SGLang's next step, and no
-        # request takes a row before that.
+        # These rows of the table stay marked as free. The step uses them until SGLang's next step,
+        # and no request takes a row before that.
         places = scheduler.req_to_token_pool.free_slots[: len(step)]
         if len(places) < len(step):
             return None
@@ -202,7 +202,7 @@ class Queries:
         return answer
 
     def _logits(self, step: list[Known], places: list[int], slots: torch.Tensor) -> torch.Tensor:
-        """Compute the logits, [queries, vocabulary] or [rows, vocabulary]."""
+        """Compute the logits, shape [queries, vocabulary] or [rows, vocabulary]."""
         output = self._runner.forward(self._batch(step, places, slots))
         return output.logits_output.next_token_logits
 
@@ -252,7 +252,7 @@ class Queries:
         )
 
     def _keep(self, step: list[Known], slots: torch.Tensor) -> None:
-        """Add the new tokens to the prefix cache. Free the slots of tokens that it already has."""
+        """Add new tokens to the prefix cache. Free the slots of tokens that it already contains."""
         double = []
         begin = 0
         for query in step:

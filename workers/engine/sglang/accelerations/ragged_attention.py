@@ -1,4 +1,4 @@
-"""Padded attention for requests of different lengths in few calls. Needs only torch and numpy."""
+"""Attention for requests of different lengths in few padded calls. Needs only torch and numpy."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
 _BLOCK = 256
-"""Maximum new tokens of a request in one call, and so the maximum rows of a mask."""
+"""Maximum new tokens of a request in one call, and therefore maximum rows of a mask."""
 _ALIKE = 8, 64
-"""Requests with at most this many new tokens, or tokens of context, count as equally long."""
+"""Numbers of new tokens, and of context tokens, up to which requests count as equally long."""
 _MASKED = 1 << 21
 """Maximum elements of the mask of one call."""
 _GATHERED = 32 << 20
-"""Maximum bytes of keys and values in one call. They are copied to be contiguous."""
+"""Maximum bytes of keys and values in one call, which copies them to contiguous memory."""
 
 
 class Call(NamedTuple):
     """One call, for n pieces of requests with up to q new tokens and s tokens of context.
 
     Attributes:
-        tokens: int64 [n * q], rows of the queries; short pieces repeat their last row. None: all
-            rows.
-        slots: int64 [n * s], in the KV cache; short pieces repeat their first slot.
-        mask: bool [n, 1, q, s], True where a token is attended to. None: everywhere.
+        tokens: int64 [n * q], the rows of the queries. A short piece repeats its last row. None
+            means all rows.
+        slots: int64 [n * s], the slots in the KV cache. A short piece repeats its first slot.
+        mask: bool [n, 1, q, s], True where a token is attended to. None means everywhere.
         shape: n, q, s.
-        causal: the call is for one request whose tokens are all new. Each token attends to the
-            tokens before it.
+        causal: the call is for one request whose tokens are all new. Each token attends to itself
+            and to earlier tokens.
     """
 
     tokens: torch.Tensor | None
@@ -40,10 +40,10 @@ class Call(NamedTuple):
 
 
 def token_bytes(keys: torch.Tensor, values: torch.Tensor) -> int:
-    """Return the bytes of a token in one layer of the KV cache.
+    """Return the number of bytes of a token in one layer of the KV cache.
 
     Args:
-        keys, values: [slots, heads, size].
+        keys, values: the cache, shape [slots, heads, size].
     """
     return int(keys[0].nbytes + values[0].nbytes)
 
@@ -58,14 +58,14 @@ def plan(
 ) -> list[Call]:
     """Return the calls for a step.
 
-    In this step request i has its slots of the KV cache in ``table[rows[i]]``. It attends with
-    ``counts[i]`` new tokens after ``begins[i]`` earlier ones.
+    The slots of request i in the KV cache are in ``table[rows[i]]``. Its ``counts[i]`` new tokens
+    follow ``begins[i]`` earlier tokens.
 
     Args:
         table: int [requests, context].
         rows, begins, counts: int [b].
-        window: number of earlier tokens that a token attends to. None: all.
-        bytes_a_token: see ``token_bytes``.
+        window: the number of earlier tokens to which a token attends. None means all.
+        bytes_a_token: the result of ``token_bytes``.
     """
     if len(rows) == 1 and counts[0] == 1 and window is None:
         slots = table[rows[0], : int(begins[0]) + 1].long()
@@ -75,7 +75,7 @@ def plan(
     calls = []
     which, begin, count, first = pieces(begins.numpy(), counts.numpy())
     if window is None:
-        # Without a mask the causal kernel skips later tokens.
+        # Without a mask, the causal kernel skips later tokens.
         whole = (begins == 0) & (counts > (_BLOCK if len(rows) > 1 else 0))
         for request in whole.nonzero().flatten().tolist():
             size = int(counts[request])
@@ -110,9 +110,9 @@ def _decode(
     counts: torch.Tensor,
     bytes_a_token: int,
 ) -> Call | None:
-    """Return the single call for requests of about the same length with one new token each.
+    """Return the single call of a step in which each request has one new token.
 
-    Most steps are of this kind. Return None for all other steps.
+    Return None if a request has more new tokens, or if the lengths differ too much.
     """
     lengths = begins.numpy() + 1
     n, s = len(rows), int(lengths.max())
@@ -139,8 +139,8 @@ def pieces(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArra
     """Split requests into pieces of at most ``_BLOCK`` new tokens.
 
     Returns:
-        Four arrays, int64 [pieces] each: the piece's request, the number of tokens before the
-        piece, the number of its new tokens, and the row of its first new token.
+        Four arrays, int64 [pieces] each: the request of the piece, the number of tokens before the
+        piece, the number of new tokens in the piece, and the row of its first new token.
     """
     parts = -(-counts // _BLOCK)
     which = np.arange(len(counts)).repeat(parts)
@@ -150,10 +150,10 @@ def pieces(begins: NDArray[np.int64], counts: NDArray[np.int64]) -> tuple[NDArra
 
 
 def _magnitude(values: NDArray[np.int64], least: int) -> NDArray[np.int64]:
-    """Return numbers that are equal for values of about the same size.
+    """Return equal numbers for values of about the same size.
 
-    Two values are of this kind if one is at most about twice the other, or if both are at most
-    ``least``.
+    Two values have equal numbers only if one is at most about twice the other, or if both are at
+    most ``least``.
     """
     magnitudes: NDArray[np.int64] = np.ceil(np.log2(np.maximum(values, least))).astype(np.int64)
     return magnitudes
@@ -171,7 +171,7 @@ def _call(
     """Return the call for n pieces.
 
     Args:
-        in_order: the pieces are all tokens of the step, in their order.
+        in_order: whether the pieces are all tokens of the step, in their order.
     """
     begin, count, first = begin[:, None], count[:, None], first[:, None]
     length = begin + count
@@ -183,7 +183,7 @@ def _call(
     if window is not None:
         mask &= context >= position - window
     slots = table[rows, :s].long()
-    # The table's entries after a request's own are arbitrary, and may lead to NaN.
+    # Entries of the table after a request's own entries are arbitrary, and may lead to NaN.
     slots = torch.where(context < length, slots, slots[:, :1])
     return Call(
         None if in_order else (first + new).flatten(),
@@ -204,10 +204,10 @@ def attend(
     """Run the calls.
 
     Args:
-        query: [tokens, heads, size].
-        output: [tokens, heads, size]; receives the results.
-        keys, values: [slots, KV heads, size].
-        scaling: factor of the products. None: one over the root of the size.
+        query: the queries, [tokens, heads, size].
+        output: receives the results, [tokens, heads, size].
+        keys, values: the KV cache, [slots, KV heads, size].
+        scaling: the factor of the products. None means one over the root of the size.
     """
     heads, shared = query.shape[1], keys.shape[1]
     for tokens, slots, mask, (n, q, s), causal in calls:
@@ -223,7 +223,7 @@ def attend(
             )
             attended = attended[0].transpose(0, 1)
         else:
-            # Heads that share keys become more queries of one head.
+            # Convert heads that share keys to more queries of a single head.
             asked = asked.view(n, q, shared, heads // shared, -1).permute(0, 2, 3, 1, 4)
             asked = asked.reshape(n, shared, heads // shared * q, -1)
             if mask is not None and q > 1:

@@ -1,13 +1,13 @@
 """Prefill one request of a group with a shared prefix before the others.
 
-Such groups are n samples of a prompt, or requests with the same system prompt.
+A group is, for example, n samples of one prompt, or requests with the same system prompt.
 ``core/prefix_groups.py`` decides which requests wait.
 
 SGLang's scheduler plans the next prefill without the requests that wait. They keep their places in
-its queue, so that all its other work finds them. SGLang has two mechanisms of its own. Its
-``Engine`` prefills the prompt of n samples with an extra request before the samples. Its in-batch
-prefix caching (``schedule_policy="lpm"``) puts such requests last, in the same step if there is
-room.
+its queue, so that the rest of SGLang still finds them. SGLang itself has two similar mechanisms.
+Its ``Engine`` prefills the prompt of n samples with an extra request before the samples. Its
+in-batch prefix caching (``schedule_policy="lpm"``) puts such requests last, but in the same step if
+there is room.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .. import compat
 from ..patch import Setup
 
 _MOST: Final = 512
-"""Maximum waiting requests considered, from the first one on. A step prefills fewer."""
+"""Maximum number of waiting requests considered, from the first on. A step prefills fewer."""
 
 
 def install(setup: Setup) -> Callable[[Any], bool]:
@@ -45,7 +45,7 @@ def _wrap(scheduler: Any) -> bool:
     def plan_with_shared_prefixes(running_batch: Any) -> Any:
         waiting: list[Any] = scheduler.waiting_queue
         if (running_batch.batch_is_full or not waiting) and scheduler.chunked_req is None:
-            # SGLang checks only grammars and candidates for preemption in this case.
+            # In this case, SGLang checks only grammars and candidates for preemption.
             return plan_prefill(running_batch)
         later = shared.later(waiting)
         if not later:
@@ -62,7 +62,7 @@ def _wrap(scheduler: Any) -> bool:
 
 
 class SharedPrefix:
-    """Finds requests that wait, on one rank. Every rank of a replica finds the same requests."""
+    """Finds the requests that wait on one rank. All ranks of a replica find the same requests."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler
@@ -92,14 +92,14 @@ class SharedPrefix:
 
 
 def _prompt(request: Any) -> Prompt:
-    """Return the request's prompt. It is computed once per prefill."""
+    """Return the request's prompt and its output so far. Cache the result until the next token."""
     size = len(request.origin_input_ids) + len(request.output_ids)
     had = getattr(request, "sglrl_prompt", None)
     if had is not None and had[0] == size:
         return had[1]  # type: ignore[no-any-return]
     most = size - 1
     if request.return_logprob and request.logprob_start_len >= 0:
-        # Logprobs of the prompt must be computed. The cache does not have them.
+        # Logprobs of the prompt must be computed, because the cache does not contain them.
         most = min(most, request.logprob_start_len)
     tokens = b""
     if size > LEAST and request.multimodal_inputs is None and request.input_embeds is None:

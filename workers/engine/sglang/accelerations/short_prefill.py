@@ -1,14 +1,14 @@
-"""Run a prefill of few tokens as a decode step, and so as one CUDA graph.
+"""Run a prefill of few tokens as a decode step, and therefore as one CUDA graph.
 
-Each new token becomes a row of its own. The row has the request's slots in the KV cache, and a
-context that ends with this token. Every layer writes the keys and values of all rows before any row
-attends. So a row finds the earlier tokens of its request, as in a prefill.
+Each new token becomes a separate row. The row has the KV cache slots of its request, and a context
+that ends with this token. In every layer, the keys and values of all rows are written before any
+row attends. So a row attends to the earlier tokens of its request, as in a prefill.
 
 SGLang launches even a short prefill kernel by kernel from Python. On an H200 a query for the next
 token of a 0.6B model took 20 ms this way. As a decode step it takes 4 ms.
 
 Short prefills are common: queries that extend prompts token by token, turns that add a few tokens
-to a conversation, and prompts of samples whose prefix is in the prefix cache.
+to a conversation, and samples whose prompt has a cached prefix.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from ..patch import Setup
 
 _WITHOUT_GRAPHS = 16
-"""Maximum rows without CUDA graphs, where a decode step is neither faster nor slower."""
+"""Maximum rows without CUDA graphs. A decode step is then neither faster nor slower."""
 
 ATTENDED = 1 << 16
 """Maximum context of all rows together, in tokens, if a request has several rows.
 
-A prefill reads its context once. As a decode step, each row reads the context for itself.
+A prefill reads its context once. In a decode step, each row reads the context again.
 """
 
 
 def install(setup: Setup) -> Callable[[Any], bool]:
     """Return a function that makes the model runner run short prefills as decode steps.
 
-    Some models and ways of decoding need a real prefill (see ``plain``). Their runners do not
-    change. All ranks do the same.
+    Some models and ways of decoding need a real prefill (see ``plain``), so their runners do not
+    change. All ranks decide the same.
     """
     return _wrap
 
@@ -66,8 +66,8 @@ def _wrap(scheduler: Any) -> bool:
 def plain(runner: Any) -> bool:
     """Return whether requests of the runner have KV caches and no other state.
 
-    Other states are a recurrent state that a prefill begins, a second pool for a sliding window, an
-    encoder, an adapter and a draft model.
+    Examples of other state are a recurrent state, a second pool for a sliding window, an encoder,
+    an adapter and a draft model.
     """
     config = runner.model_config
     return (
@@ -81,7 +81,7 @@ def plain(runner: Any) -> bool:
 
 
 def max_rows(runner: Any) -> int:
-    """Return the maximum rows of a step for which the conversion is worthwhile."""
+    """Return the maximum number of rows for which the conversion is worthwhile."""
     graphs = runner.decode_cuda_graph_runner
     if graphs is not None:
         return int(graphs.max_bs)
@@ -92,7 +92,7 @@ def max_rows(runner: Any) -> int:
 def is_short(batch: Any, most: int) -> bool:
     """Return whether a batch is a short prefill that needs only its last logits.
 
-    It is short with one token per request, or with at most ``most`` tokens in all.
+    A prefill is short if it has one token per request, or at most ``most`` tokens in all.
     """
     tokens = batch.extend_num_tokens
     return (
@@ -118,9 +118,9 @@ def _wants_prompt_logprobs(batch: Any) -> bool:
 
 
 def attended(begin: int, count: int) -> int:
-    """Return the total context of ``count`` rows after ``begin`` tokens, in tokens.
+    """Return the total number of context tokens of ``count`` rows after ``begin`` tokens.
 
-    Return 0 for one row, because it reads no more than a prefill.
+    Return 0 for a single row, because it reads no more than a prefill.
     """
     return 0 if count == 1 else count * begin + count * (count + 1) // 2
 
@@ -129,8 +129,8 @@ def as_rows(batch: Any) -> tuple[Any, torch.Tensor | None]:
     """Convert a prefill of [requests] to the equivalent decode step of [tokens] rows.
 
     Returns:
-        The decode step, and the row of each request's last token, int64 [requests]. None instead
-        of the rows if each request has only one row.
+        The decode step, and the row of each request's last token, int64 [requests]. The rows are
+        None if each request has only one row.
     """
     rows = copy.copy(batch)
     rows.forward_mode = ForwardMode.DECODE

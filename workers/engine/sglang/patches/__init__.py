@@ -1,1 +1,1 @@
-"""Corrections of SGLang. Without them, results would be wrong."""
+"""Corrections of SGLang. Without a correction, some results are wrong or a feature fails."""

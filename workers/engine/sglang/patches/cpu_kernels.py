@@ -19,19 +19,19 @@ from ..patch import Setup
 
 def install(setup: Setup) -> None:
     """Patch SGLang's functions for a CPU."""
-    # The wheel is a CPU build only if a build option says so. Otherwise its rotary layer imports
-    # vllm's CUDA kernel.
+    # A build option decides whether SGLang considers the wheel a CPU build. Without it, the rotary
+    # layer imports vllm's CUDA kernel.
     rotary._is_cpu = True
     # On a CPU SGLang pads MLPs and experts to a multiple of 32, for kernels that the wheel does not
     # contain. No weight is loaded into the padding, and SGLang does not set it to zero.
     update_config.DEFAULT_MOE_PADDING_SIZE = 1
-    # While a worker starts, SGLang runs lscpu ten times and waits for it. The result never changes.
+    # A starting worker runs lscpu ten times and waits each time. The result never changes.
     common.parse_lscpu_topology = cache(common.parse_lscpu_topology)
     # SGLang's xgrammar backend allocates pinned memory, which needs a CUDA driver, and masks logits
-    # with a Triton kernel. xgrammar itself has a CPU kernel for the same bitmask.
+    # with a Triton kernel. The xgrammar package has a CPU kernel for the same bitmask.
     xgrammar_backend._allocate_token_bitmask = _allocate_token_bitmask
     xgrammar_backend.XGrammarGrammar.apply_vocab_mask = _apply_vocab_mask
-    # These functions are Triton kernels, too.
+    # SGLang implements these two functions as Triton kernels as well.
     logits_processor.fused_softcap = _cap
     qwen2_moe.fused_gate_sigmoid_mul_add = _add_gated
 

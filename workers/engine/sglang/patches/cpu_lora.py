@@ -16,7 +16,7 @@ from ..patch import Setup
 
 def install(setup: Setup) -> None:
     """Patch SGLang's classes for a CPU."""
-    # They allocate pinned memory, which needs a CUDA driver.
+    # These methods allocate pinned memory, which needs a CUDA driver.
     for owner, name in (
         (LoRAManager, "init_state"),
         (TorchNativeLoRABackend, "prepare_lora_batch"),

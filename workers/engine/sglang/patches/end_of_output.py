@@ -1,17 +1,17 @@
 """Decide when an output ends, by SGLang's rules with four changes.
 
-* The last token that a request may have can also end the output: an end of sequence, a stop token,
-  or the end of a stop string. SGLang (0.5.17 to 0.5.23) checks the length first, and then nothing
-  else. It reports a complete answer as "length", and a trainer that masks truncated answers masks
-  this one, too.
-* An abort lets a request make one more step. If the token of this step ends the output, the output
-  is complete. Otherwise a caller that continues aborted outputs (a session's turn) would continue
+* The last token that a request may have can also end the output: as an end of sequence, a stop
+  token, or the end of a stop string. SGLang (0.5.17 to 0.5.23) checks the length first, and then
+  nothing else. It reports a complete answer as "length", so a trainer that masks truncated answers
+  masks this answer, too.
+* An aborted request makes one more step. If the token of this step ends the output, the output is
+  complete. Otherwise a caller that continues aborted outputs (a session's turn) would continue
   after the end.
-* ``ignore_eos`` is about the model's own end of sequence. SGLang also ignores the request's
+* ``ignore_eos`` concerns only the model's own end of sequence. SGLang also ignores the request's
   ``stop_token_ids``.
-* ``min_new_tokens`` holds for every end. SGLang applies it only to the tokens that the sampler must
-  not draw. Here a stop string or a stop expression counts if its match ends after these tokens, and
-  it may begin before. vLLM does the same.
+* ``min_new_tokens`` holds for every kind of end. SGLang applies it only to tokens that the sampler
+  must not draw. With this patch, a stop string or a stop expression counts only if its match ends
+  after the minimum. The match may begin earlier. vLLM does the same.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def install(setup: Setup) -> None:
     Req._check_str_based_finish = _check_str_based_finish
 
 
-# ``wraps`` lets code that reads the source of these methods find SGLang's source.
+# ``wraps`` lets code that reads the source of these methods read SGLang's source.
 
 
 @wraps(_update)
@@ -52,7 +52,7 @@ def _update_finish_state(self: Any, new_accepted_len: int = 1) -> None:
     ended = self.finished()
     _update(self, new_accepted_len)
     reason = self.finished_reason
-    # An abort with a status is an error. No caller asked for it.
+    # An abort with a status is an error, and no caller requested it.
     asked = type(reason) is FINISH_ABORT and reason.status_code is None
     if ended or not (asked or type(reason) is FINISH_LENGTH):
         return
@@ -89,14 +89,14 @@ def _check_str_based_finish(self: Any, new_accepted_len: int = 1) -> bool:
         return bool(_check_strings(self, new_accepted_len))
     if len(self.output_ids) <= least:
         return False
-    # These lengths are upper bounds of the tokens of a match.
+    # These lengths are upper bounds of the number of tokens of a match.
     size = max(params.stop_str_max_len, params.stop_regex_max_len) + new_accepted_len
     start = max(0, len(self.output_ids) - size)
     before = self.tokenizer.decode(self.output_ids[start : max(start, least)])
     first = max(least, len(self.output_ids) - new_accepted_len) + 1
     for count in range(first, len(self.output_ids) + 1):
         text = self.tokenizer.decode(self.output_ids[start:count])
-        # The last character of the text before may be incomplete.
+        # The last character of ``before`` may be incomplete.
         reason = _match(params, text, len(before.rstrip("\ufffd")))
         if reason is not None:
             self.finished_reason, self.finished_len = reason, count

@@ -1,17 +1,17 @@
 """Keep the penalties of requests that are prefilled again, and count each token once.
 
 SGLang forgets the penalties of a retracted request, because its penalizers start anew with each
-prefill. The same applies to a request that continues the output of another worker. This module
-restores the penalties of both. SGLang also applies several penalties of a request in an order that
-differs between processes. Here the order is fixed: see ``docs/logprobs.md``.
+prefill. The same happens to a request that continues the output of another worker. This module
+restores the penalties of both. SGLang also applies the penalties of one request in an order that
+differs between processes. This module fixes the order: see ``docs/logprobs.md``.
 
-With overlap, SGLang (0.5.17 to 0.5.23) has a second fault. It passes a request's last token to the
-penalizers once per step, however many tokens have arrived since the step before. After a prefill in
-between, it omits one token and counts the next token twice. The first step counts the prompt's last
-token. This module passes each token once, when the token exists.
+With overlap, SGLang (0.5.17 to 0.5.23) has a second fault. In each step it passes one token of a
+request to the penalizers, its last token, no matter how many tokens have arrived since the previous
+step. After a prefill in between, it omits one token and counts the next token twice. The first step
+counts the last token of the prompt. This module passes each token once, when the token exists.
 
-Before ``min_new_tokens``, SGLang forbids the end token of the tokenizer. A model may have others
-(``eos_token_id`` of its configuration). This module forbids all of them.
+Before ``min_new_tokens``, SGLang forbids only the end token of the tokenizer. The configuration of
+the model may contain others (``eos_token_id``). This module forbids all of them.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def install(setup: Setup) -> None:
         info = before(cls, batch, vocab_size)
         orchestrator = info.penalizer_orchestrator
         if orchestrator.is_required:
-            # SGLang's order is that of a set, so it differs between processes. The overlapping loop
-            # always adds first.
+            # SGLang's order is the order of a set, which differs between processes. The overlapping
+            # loop always applies the additive penalties first.
             order = sorted(orchestrator.penalizers.items(), key=lambda p: p[1].is_multiplicative)
             orchestrator.penalizers = dict(order)
             for penalizer in orchestrator.penalizers.values():
@@ -56,7 +56,7 @@ def install(setup: Setup) -> None:
 
 
 def _forbid_ends(penalizer: Any, requests: list[Any]) -> None:
-    """Forbid all end tokens of the model in requests with a minimum of tokens."""
+    """Forbid all end tokens of the model for requests with ``min_new_tokens``."""
     size = penalizer.stop_token_penalties.shape[1]
     for row, request in enumerate(requests):
         if request.sampling_params.min_new_tokens > 0:
@@ -89,7 +89,7 @@ def _cumulate(self: Any) -> None:
         if not penalizer.is_prepared():
             continue
         if isinstance(penalizer, BatchedMinNewTokensPenalizer):
-            # This penalizer counts steps, including the step whose token does not exist yet.
+            # This penalizer counts steps, including the current step, whose token does not exist.
             penalizer.len_output_tokens += 1
         else:
             restore(penalizer, rows)
@@ -102,10 +102,10 @@ def seen(request: Any) -> list[int]:
 
 
 def restore(penalizer: Any, outputs: list[list[int]]) -> None:
-    """Add outputs to the state of the penalizer, as if it had cumulated them.
+    """Add outputs to the state of a penalizer, as if it had processed these tokens.
 
     Args:
-        outputs: the output tokens of each row.
+        outputs: the output tokens to add to each row.
     """
     for row, output in enumerate(outputs):
         if not output:

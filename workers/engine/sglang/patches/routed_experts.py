@@ -1,12 +1,12 @@
-"""Return the routed experts of a request's tokens, each from the pass that computed it first.
+"""Return the routed experts of each token from the forward pass that first computed the token.
 
 SGLang (0.5.17 to 0.5.23) keeps the experts of each token beside its KV cache, in host memory, and
-looks them up when a request ends. A request that is retracted, or that moves to another worker, has
-the experts of its second prefill by then. Here the experts of each step are collected with its
-result. The host memory serves tokens that come from the prefix cache.
+looks them up when a request ends. If a request was retracted or moved to another worker, SGLang
+returns the experts of its second prefill. This module collects the experts of each step together
+with the results of the step. Host memory is used only for tokens from the prefix cache.
 
-SGLang's host memory is pinned, which needs a CUDA driver, and int32. 0.5.17 also copies from a
-buffer that the next step may have overwritten by then.
+SGLang's host memory has the type int32, and is pinned, which needs a CUDA driver. SGLang 0.5.17
+also copies from a buffer that the next step may already have overwritten.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from ..patch import Setup
 from .undrawable_tokens import await_step
 
 _COUNTS: Final = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-"""Names of the number of experts in a model's configuration."""
+"""Names under which the configuration of a model may state its number of experts."""
 _WIRE: Final = {torch.uint8: "|u1", torch.int16: "<i2"}
 
 _dtype = torch.int16
-"""Of all expert ids of this process's model."""
+"""The dtype of all expert ids in this process, which has one model."""
 
 
 def install(setup: Setup) -> None:
@@ -49,7 +49,7 @@ def install(setup: Setup) -> None:
                 "has none: leave the argument out"
             )
         if (get_schedule().chunked_prefill_size or 0) <= 0:
-            # SGLang's buffer has room for as many tokens.
+            # The size of SGLang's buffer is this number of tokens.
             raise UsageError("enable_return_routed_experts=True needs chunked_prefill_size above 0")
         _dtype = smallest_dtype([getattr(config, name, None) for name in _COUNTS])
         return create(model=model, model_config=model_config, **kwargs)
@@ -57,12 +57,12 @@ def install(setup: Setup) -> None:
     RoutedExpertsCapturer.create = staticmethod(checked)
     RoutedExpertsCapturer.on_forward_end = _on_forward_end
     BaseHostCache.__init__ = _allocate
-    # SGLang's own function, from 0.5.20 on, unregisters pinned memory.
+    # SGLang's own function (from 0.5.20 on) unregisters pinned memory, which does not exist here.
     BaseHostCache.destroy = _destroy
 
 
 def smallest_dtype(counts: list[Any]) -> torch.dtype:
-    """Return the dtype of expert ids, of the first known number of experts."""
+    """Return the dtype for expert ids. The first integer in ``counts`` is the number of experts."""
     count = next((count for count in counts if isinstance(count, int)), None)
     return torch.uint8 if count is not None and count <= 256 else torch.int16
 
@@ -89,11 +89,11 @@ def _on_forward_end(
     cuda_graph_batch: int | None,
     no_copy_to_cpu: bool = False,
 ) -> Any:
-    """Return the experts of a step, also where SGLang would write them into its memory at once."""
+    """Return the experts of a step, also where SGLang would write them to its host memory."""
     output = BaseTopkCapturer.on_forward_end(
         self, forward_batch, can_run_graph, cuda_graph_batch, no_copy_to_cpu=True
     )
-    # Copies, because the next step overwrites the buffers.
+    # Copy the tensors, because the next step overwrites their buffers.
     output.topk = output.topk.to(_dtype)
     output.out_cache_loc = output.out_cache_loc.clone()
     if not no_copy_to_cpu:
@@ -102,7 +102,7 @@ def _on_forward_end(
 
 
 def shape() -> RoutedShape | None:
-    """Return the shape of a token's row, or None if the engine does not capture experts."""
+    """Return the shape of the row of a token, or None if the engine does not capture experts."""
     capturer = get_global_experts_capturer()
     if capturer is None:
         return None
@@ -117,9 +117,9 @@ def attach(batch: Any, result: Any) -> None:
 
 
 def collect(scheduler: Any, batch: Any, result: Any) -> None:
-    """Keep the experts of a step, and give them to the adapter if this rank has it.
+    """Keep the experts of a step, and pass them to the adapter if this rank has an adapter.
 
-    Call before SGLang processes the step.
+    Call this before SGLang processes the step.
     """
     output = getattr(result, "routed_experts_output", None)
     if output is None:
@@ -138,12 +138,12 @@ def collect(scheduler: Any, batch: Any, result: Any) -> None:
         else:
             begin, count = spans[i]
         own, at = rows[at : at + count], at + count
-        # SGLang discards the tokens of these requests. The next pass computes them again.
+        # SGLang discards the tokens of such requests, and computes them again later.
         if not (request.finished() or request.is_retracted):
             adapter.routed(request, begin, own)
 
 
 def cached(scheduler: Any, request: Any, begin: int, end: int) -> Any:
-    """Return the rows of tokens in the KV cache: [end - begin, layers, k]."""
+    """Return the rows of tokens in the KV cache, shape [end - begin, layers, k]."""
     at, pool = compat.pool_index(request), scheduler.req_to_token_pool
     return get_global_experts_capturer().get_topk(at, end + 1, pool, begin).numpy()

@@ -1,11 +1,11 @@
-"""Report which tokens could be drawn, and logprobs of another distribution than SGLang's.
+"""Report the tokens that could be drawn, and logprobs of other distributions than SGLang's.
 
-SGLang's own ``return_sampling_mask`` (0.5.17 to 0.5.23) refuses top-p without top-k. 0.5.17 waits
-for the GPU in every step. 0.5.23 ends a request with more tokens than a limit, and requests with
-our seeds, whose draws it does not know.
+SGLang's own ``return_sampling_mask`` (0.5.17 to 0.5.23) rejects top-p without top-k. Version 0.5.17
+waits for the GPU in every step. Version 0.5.23 ends a request if the mask has too many tokens, or
+if the request has one of our seeds, because SGLang does not know how such a token is drawn.
 
-Here one function limits the probabilities. A draw, the tokens that could be drawn and their
-logprobs come from its result, so they always agree. A batch without such requests has no extra
+In this module, one function limits the probabilities. The draw, the tokens that could be drawn and
+their logprobs all use its result, so they always agree. A batch without such requests has no extra
 computation.
 """
 
@@ -30,7 +30,7 @@ from .seeded_sampling import limited, row_blocks
 from .undrawable_tokens import await_step, to_host
 
 _WORD: Final = 64
-"""The bits of a packed row are padded to a multiple of this."""
+"""The number of bits of a packed row is a multiple of this."""
 
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 """SGLang's requests that have a report."""
@@ -40,13 +40,13 @@ class Rows(NamedTuple):
     """The rows of a batch that have reports.
 
     Attributes:
-        raw: rows whose logprobs are those of the model's logits.
-        limited: rows whose limited distribution is wanted: ``packed``, then others.
-        packed: rows of whose tokens it is wanted which ones could be drawn: ``masks``, then rows of
-            ``processed`` with token ids.
+        raw: rows whose logprobs are the logprobs of the model's logits.
+        limited: rows that need the limited distribution: first the rows in ``packed``, then others.
+        packed: rows that need a bit for each drawable token: first the rows in ``masks``, then rows
+            in ``processed`` with token ids.
         masks: rows whose drawable tokens are reported.
-        processed: rows whose logprobs are those of the limited distribution.
-        processed_at: their positions in ``limited``.
+        processed: rows whose logprobs are the logprobs of the limited distribution.
+        processed_at: the positions of these rows in ``limited``.
     """
 
     raw: list[int]
@@ -61,9 +61,9 @@ class Limited(NamedTuple):
     """The limited distributions of k rows.
 
     Attributes:
-        total: float32 [k], logarithm of the probability of all drawable tokens together.
+        total: float32 [k], the logarithm of the total probability of all drawable tokens.
         count: int64 [k], the number of drawable tokens.
-        bits: uint8 [packed, bytes], a bit for each token of the vocabulary.
+        bits: uint8 [packed, bytes], one bit for each token of the vocabulary.
     """
 
     total: torch.Tensor
@@ -87,7 +87,7 @@ def install(setup: Setup) -> None:
 
 
 def ask(request: Any, report: Report) -> None:
-    """Let a request of SGLang's have a report."""
+    """Set the report of one of SGLang's requests."""
     request.sglrl_report = report
     _alive.add(request)
 
@@ -98,7 +98,7 @@ def any_alive() -> bool:
 
 
 def attach(batch: Any) -> None:
-    """Set the rows that have reports in a batch that is about to run."""
+    """Record the rows that have reports in a batch that is about to run."""
     info = batch.sampling_info
     if info is None:
         return
@@ -170,16 +170,16 @@ def _patch_sampler() -> None:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Sample, and set ``output.sglrl_masks``: rows and their bits on the host, or None.
+        """Sample, and set ``output.sglrl_masks``: the rows and their bits on the host, or None.
 
         Args:
-            top, given: for each row, the number of likeliest tokens whose logprobs are wanted, and
-                the token ids whose logprobs are wanted, or None.
+            top: for each row, the number of likeliest tokens whose logprobs are reported.
+            given: for each row, the token ids whose logprobs are reported, or None.
         """
         ids = forward(self, output, info, return_logprob, top, given, *args, **kwargs)
         output.sglrl_masks = None
         if return_logprob and any(tokens is not None for tokens in given):
-            # 0.5.17 writes lists where no token ids are given, and later reads tensors.
+            # For rows without token ids, 0.5.17 writes lists, but later expects tensors.
             none = ids.new_empty(0)
             values = output.next_token_token_ids_logprobs_val
             for row, tokens in enumerate(given):
@@ -191,7 +191,7 @@ def _patch_sampler() -> None:
         limited, info.sglrl_limited = info.sglrl_limited, None
         raw, info.sglrl_raw = info.sglrl_raw, None
         if return_logprob:
-            # With ``rl_on_policy_target``, SGLang's own have 16 bits.
+            # With ``rl_on_policy_target``, SGLang's own logprobs have 16 bits.
             output.next_token_logprobs = output.next_token_logprobs.float()
         bits = None
         if rows.packed:
@@ -211,18 +211,18 @@ def _patch_sampler() -> None:
 
 
 def _index(rows: list[int], like: torch.Tensor) -> torch.Tensor:
-    # A copy from pageable memory would wait for the GPU.
+    # Pin the memory, because a copy from pageable memory would wait for the GPU.
     index = torch.tensor(rows, dtype=torch.int64, pin_memory=like.is_cuda)
     return index.to(like.device, non_blocking=True)
 
 
 def _limit(probs: torch.Tensor, info: Any, rows: Rows, ids: torch.Tensor, simple: bool) -> Limited:
-    """Limit the distributions of some rows, and draw their tokens again unless they have seeds.
+    """Limit the distributions of some rows. Draw their tokens again, unless the rows have seeds.
 
-    SGLang's samplers limit with other rounding, so their token may be outside of the limits.
+    SGLang's samplers round differently, so their token may be outside of the limits.
 
     Args:
-        ids: the drawn tokens of all rows. They change in place.
+        ids: the drawn tokens of all rows, changed in place.
     """
     at = _index(rows.limited, probs)
     limits = None
@@ -248,7 +248,7 @@ def _limit(probs: torch.Tensor, info: Any, rows: Rows, ids: torch.Tensor, simple
 
 
 def _pack(drawable: torch.Tensor) -> torch.Tensor:
-    """Pack bool [n, vocabulary] to uint8 [n, bytes], the lowest bit first."""
+    """Pack bool [n, vocabulary] to uint8 [n, bytes], with the first token in the lowest bit."""
     columns = drawable.shape[1]
     padded = torch.nn.functional.pad(drawable, (0, -columns % _WORD)).view(len(drawable), -1, 8)
     powers = 1 << torch.arange(8, dtype=torch.uint8, device=drawable.device)
@@ -261,8 +261,8 @@ def _with_drawn(limited: Limited | None, drawn: torch.Tensor, columns: int) -> t
     Tensor-parallel ranks may agree on a token that rounding excludes on this rank.
 
     Args:
-        limited: the limited rows. None: SGLang took the top tokens of all rows.
-        drawn: tokens of these rows.
+        limited: the limited rows. None if SGLang took the top token of every row.
+        drawn: the tokens drawn in these rows.
     """
     if limited is None:
         bits = torch.zeros(
@@ -284,7 +284,7 @@ def _write_raw(
     top: list[int],
     given: list[list[int] | None],
 ) -> None:
-    """Replace the logprobs of rows by those of the model's logits, before all processing."""
+    """Replace the logprobs of rows by the logprobs of the model's unprocessed logits."""
     at = _index(rows, ids)
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     drawn = ids.index_select(0, at).long()[:, None]
@@ -306,12 +306,12 @@ def _write_processed(
     top: list[int],
     given: list[list[int] | None],
 ) -> None:
-    """Replace the logprobs of rows by those of the limited distribution.
+    """Replace the logprobs of rows by the logprobs of the limited distribution.
 
-    Limits remove the least likely tokens, so the likeliest ones keep their order.
+    Limits remove the least likely tokens, so the order of the likeliest tokens does not change.
 
     Args:
-        bits: the bits of ``rows.packed``, with the drawn tokens.
+        bits: the bits of the rows in ``rows.packed``, including the drawn tokens.
     """
     logprobs = output.next_token_logprobs
     at = _index(rows.processed, logprobs)
@@ -321,7 +321,7 @@ def _write_processed(
     else:
         where = _index(rows.processed_at, logprobs)
         total, count = limited.total.index_select(0, where), limited.count.index_select(0, where)
-    # Rounding may leave a little of the only drawable token's logprob.
+    # If only one token is drawable, rounding may leave a small difference from 0.
     logprobs.index_copy_(0, at, (before - total).clamp_(max=0).masked_fill_(count == 1, 0.0))
     for row, place, own, most in zip(rows.processed, rows.processed_at, total, count, strict=True):
         if top[row]:
@@ -339,18 +339,18 @@ def _write_processed(
 def _within(
     values: torch.Tensor, inside: torch.Tensor, total: torch.Tensor, count: torch.Tensor
 ) -> torch.Tensor:
-    """Return logprobs of a limited distribution; that of a token that is not inside is the least.
+    """Return logprobs in a limited distribution. A token outside of it gets the lowest number.
 
     Args:
-        values: their logprobs before the limits.
-        total, count: the fields of ``Limited``.
+        values: the logprobs of the tokens before the limits.
+        total, count: the fields of ``Limited`` for this row.
     """
     least = torch.finfo(values.dtype).min
     return torch.where(inside, (values - total).clamp(max=0).masked_fill(count == 1, 0.0), least)
 
 
 def collect(batch: Any, result: Any, adapter: Any) -> None:
-    """Give the drawable tokens of a step to the adapter. Call before SGLang processes the step."""
+    """Pass the drawable tokens of a step to the adapter, before SGLang processes the step."""
     masks = getattr(getattr(result, "logits_output", None), "sglrl_masks", None)
     if masks is None:
         return

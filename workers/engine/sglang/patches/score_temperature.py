@@ -1,4 +1,4 @@
-"""Score given tokens at a temperature. SGLang scores them at temperature 1 only."""
+"""Score given tokens at any temperature. SGLang itself scores them only at temperature 1."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from sglang.srt.layers.logprob_processor import InputLogprobProcessor
 from ..patch import Setup
 
 _temperatures: list[float] | None = None
-"""Of each request in the running prefill; None: all are 1."""
+"""The temperature of each request in the running prefill. None if all temperatures are 1."""
 
 
 def install(setup: Setup) -> None:
-    """Patch SGLang's logprobs of prompts."""
+    """Patch the function with which SGLang computes logprobs of prompts."""
     theirs = InputLogprobProcessor.forward
 
     def forward(
@@ -40,7 +40,7 @@ def attach(requests: Sequence[Any]) -> None:
 
 
 def _divided(get_logits: Any, divisors: list[float]) -> Any:
-    """Return a function like ``get_logits`` that divides row i of all its calls by divisor i."""
+    """Return a function like ``get_logits``. Over all its calls, it divides row i by divisor i."""
     left = torch.tensor(divisors)
 
     def divided(states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

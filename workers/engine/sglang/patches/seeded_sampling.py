@@ -1,13 +1,13 @@
-"""Seeded sampling: the draws of a request with a seed repeat, whatever else is in its batch.
+"""Seeded sampling: a request with a seed draws the same tokens, in any batch.
 
 SGLang supports seeds only in its deterministic mode. This mode gives all requests without a seed
 the same seed, and makes all requests slower. In 0.5.17, its noise is infinite for the largest of
-the 2**32 hash values, so once in 28,000 draws from 150,000 tokens it draws any token, even one of
-probability 0.
+the 2**32 hash values. About once in 28,000 draws from 150,000 tokens it therefore draws any token,
+even a token of probability 0.
 
-Here a draw of a seeded request is a function of (seed, position, token) and the probabilities.
-Requests without a seed are drawn as usual. While no seeded request is alive, there is no extra
-computation.
+With this patch, a draw of a seeded request is a function of (seed, position, token) and the
+probabilities. Requests without a seed are drawn as usual. While no seeded request is alive, there
+is no extra computation.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..patch import Setup
 
 NO_SEED = -1
 _ELEMENTS = 1 << 24
-"""Maximum elements of a block of rows. This bounds the memory of the noise."""
+"""Maximum number of elements in a block of rows. This limits the memory of the noise."""
 
 _one_by_one = False
-"""Sum over one row at a time: on a GPU, the rounding depends on the number of rows."""
+"""Whether to sum over one row at a time, because on a GPU more rows change the rounding."""
 
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
-"""SGLang's requests that have a seed. Every tensor-parallel rank has its own copy of a request."""
+"""SGLang's requests that have a seed. Every tensor-parallel rank has a copy of each request."""
 
 
 def install(setup: Setup) -> None:
@@ -52,9 +52,9 @@ _sample_from_probs = Sampler._sample_from_probs
 
 
 def _with_seeds(cls: Any, batch: Any, vocab_size: int) -> Any:
-    """Make SGLang's sampling info, with a tensor of seeds.
+    """Create SGLang's sampling info with a tensor of seeds.
 
-    Batches without seeds have the tensor, too: SGLang merges two batches only if both have it.
+    Batches without seeds also have the tensor, because SGLang merges two batches only if both do.
     """
     info = _from_schedule_batch(cls, batch, vocab_size)
     seeds = []
@@ -105,8 +105,8 @@ def draw(
     Args:
         probs: float [n, vocabulary], each row sums to 1.
         seeds, positions: int64 [n].
-        limits: top-k, top-p and min-p, [n] each, as SGLang's own sampler applies them. None: all
-            tokens may be drawn.
+        limits: top-k, top-p and min-p, [n] each, as SGLang's own sampler applies them. None if
+            all tokens can be drawn.
     """
     blocks = []
     for block in row_blocks(len(probs), probs.shape[1], limits is not None):
@@ -115,7 +115,7 @@ def draw(
         else:
             top_ks, top_ps, min_ps = limits
             weights = limited(probs[block], top_ks[block], top_ps[block], min_ps[block])
-        # This is an exponential race: the token with the shortest waiting time, of rate p, wins.
+        # This is an exponential race: each token waits with rate p, and the shortest wait wins.
         waits = -torch.log(_uniform(seeds[block], positions[block], probs.shape[1]))
         blocks.append(torch.argmax(weights / waits, dim=-1))
     return torch.cat(blocks)
@@ -125,7 +125,7 @@ def row_blocks(rows: int, columns: int, sums: bool) -> Iterator[slice]:
     """Yield blocks of rows that are small enough for float64.
 
     Args:
-        sums: the results depend on the rounding of sums over rows.
+        sums: whether the results depend on the rounding of sums over rows.
     """
     size = 1 if sums and _one_by_one else max(1, _ELEMENTS // columns)
     for at in range(0, rows, size):
@@ -137,8 +137,8 @@ def limited(
 ) -> torch.Tensor:
     """Return ``probs`` as float64, with zeros for the tokens that must not be drawn.
 
-    All limits refer to the given probabilities, as in SGLang: top-p does not count those that are
-    left after top-k.
+    All limits refer to the given probabilities, as in SGLang: top-p does not use the probabilities
+    that remain after top-k.
     """
     ordered, tokens = probs.sort(dim=-1, descending=True, stable=True)
     ordered = ordered.double()
@@ -167,7 +167,7 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _shift(bits: torch.Tensor, by: int) -> torch.Tensor:
-    """Shift to the right, logically."""
+    """Shift ``bits`` to the right and fill with zeros."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 

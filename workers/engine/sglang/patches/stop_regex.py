@@ -1,12 +1,11 @@
-"""End a request whose stop expression takes too long on its output.
+"""End a request whose stop expression takes too long to search in its output.
 
-An example is ``(a+)+b`` on many a's. SGLang searches every output of a step between two steps.
-Python's ``re`` backtracks, so each further character doubles the time. All requests of the worker
-would wait until the driver detects a hang, kills the worker and sends the same request to the next
-worker.
+An example is ``(a+)+b`` on many a's. SGLang searches every output between two steps. Python's
+``re`` backtracks, so each further character doubles the time. All requests of the worker would wait
+until the driver detects a hang and kills the worker. The next worker would get the same request.
 
-Do not install this with ``tp_size > 1``. Each rank searches by itself. A rank that is just in time
-would continue a request that has ended on the other ranks.
+Do not install this with ``tp_size > 1``. Each rank searches by itself. If only some ranks exceed
+the limit, the others would continue a request that has ended on these.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ LIMIT: Final = 0.5
 This is a thousand times the time of an ordinary search in an output of ten thousand characters.
 """
 AGAIN: Final = 0.01
-"""Seconds for an expression that has exceeded ``LIMIT`` once. Several samples may share it."""
+"""Seconds for an expression that has exceeded ``LIMIT`` once, because samples may share it."""
 _SLOW: Final = 256
 
 
@@ -37,7 +36,7 @@ def install(setup: Setup) -> None:
 
 
 def _too_long(*_: Any) -> None:
-    # ``re`` handles signals while it searches. SGLang handles this as a wrong expression.
+    # ``re`` handles signals while it searches. SGLang handles this error as a wrong expression.
     raise re.error(f"it takes longer than {LIMIT} s on what was generated")
 
 
@@ -67,7 +66,7 @@ class _Searches:
 
 
 class _Search:
-    """Stands for a compiled pattern."""
+    """Replaces a compiled pattern, so that its searches have a time limit."""
 
     def __init__(self, searches: _Searches, pattern: str) -> None:
         self._searches = searches

@@ -1,12 +1,12 @@
 """End a request with an error if no token can be drawn for it. Other requests continue.
 
 There are four causes. A logit processor may fail, or allow no token. A grammar may allow no token
-after the accepted ones, for example ``root ::= root "a"``. A grammar may allow only an end that
+after the accepted tokens, for example ``root ::= root "a"``. A grammar may allow only an end that
 ``min_new_tokens`` still forbids. The logits of a model that has diverged are NaN.
 
 For such a row SGLang's greedy sampling returns token 0. Its other sampling fails an assertion of
-torch, which ends the process (on a GPU its CUDA context) and so all other requests. A retry of the
-request would end the next worker.
+torch, which ends the process (on a GPU its CUDA context) and therefore all other requests. A retry
+of the request would end the next worker.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from ..patch import Setup
 
 
 def install(setup: Setup) -> None:
-    """Patch SGLang's sampler. The patch checks the results of all other patches of samplers."""
+    """Patch SGLang's sampler. This patch must wrap all other patches of the sampler."""
     draw = Sampler._sample_from_probs
 
     def sample(self: Any, probs: torch.Tensor, info: Any, *args: Any, **kwargs: Any) -> Any:
         # The softmax of a row is NaN if a value is NaN or infinite, or if all values are -inf.
         rows = info.sglrl_undrawable = torch.isnan(probs[:, 0])
         if probs.is_cuda:
-            # Without waiting for the GPU it is unknown whether there is such a row.
+            # Avoid a wait for the GPU, so do not ask whether there is such a row.
             probs.masked_fill_(rows[:, None], 1 / probs.shape[1])
         elif rows.any():
             probs[rows] = 1 / probs.shape[1]
@@ -43,14 +43,14 @@ def install(setup: Setup) -> None:
     def with_undrawable(self: Any, output: Any, info: Any, *args: Any, **kwargs: Any) -> Any:
         """Sample, and set ``output.sglrl_undrawable``: bool [n].
 
-        The rows are on the host as soon as the step's tokens are.
+        The rows are on the host as soon as the tokens of the step are.
         """
         info.sglrl_undrawable = None
         ids = forward(self, output, info, *args, **kwargs)
         rows = info.sglrl_undrawable
         if rows is None:
-            # SGLang took the top tokens. NaN ranks above all others, and -inf is taken only if
-            # there is nothing else. Both turn 0 into NaN.
+            # SGLang took the top token of each row. NaN ranks above all numbers, and -inf is taken
+            # only if nothing else exists. Multiplied by 0, both become NaN.
             at = ids.long().unsqueeze(1)
             rows = torch.isnan(0 * output.next_token_logits.gather(1, at))[:, 0]
         output.sglrl_undrawable = to_host(rows)
@@ -69,7 +69,7 @@ def to_host(values: torch.Tensor) -> torch.Tensor:
 
 
 def await_step(result: Any) -> None:
-    """Wait until the GPU has finished a step, and its copies to the host."""
+    """Wait until the GPU has finished a step and the copies of its results to the host."""
     if result.copy_done is not None:
         result.copy_done.synchronize()
     elif result.next_token_ids.is_cuda:
@@ -77,10 +77,10 @@ def await_step(result: Any) -> None:
 
 
 def end_undrawable(batch: Any, result: Any, version: int) -> None:
-    """Mark the requests that must end here. Call before SGLang processes a step.
+    """Mark the requests that must end because of this step, before SGLang processes the step.
 
     Args:
-        version: version of the weights that this step used.
+        version: the version of the weights that this step used.
     """
     rows = getattr(getattr(result, "logits_output", None), "sglrl_undrawable", None)
     if rows is None:
@@ -96,7 +96,7 @@ def end_undrawable(batch: Any, result: Any, version: int) -> None:
             or request.finished()
             or request.to_finish is not None
             or request.is_retracted
-            # The prefill of its prompt continues.
+            # The prefill of the prompt continues, so this token is not used.
             or request.inflight_middle_chunks > 0
         ):
             continue
@@ -123,13 +123,13 @@ def end_undrawable(batch: Any, result: Any, version: int) -> None:
 
 
 def _allows_nothing(request: Any) -> bool:
-    """Return whether the request itself forbids every token."""
+    """Return whether the request's own parameters forbid every token."""
     allowed = np.ones(request.vocab_size, bool)
     grammar, params, tokenizer = request.grammar, request.sampling_params, request.tokenizer
     if grammar is not None and not grammar.is_terminated():
         mask = grammar.allocate_vocab_mask(request.vocab_size, 1, "cpu")
         grammar.fill_vocab_mask(mask, 0)
-        # A mask of type int32 has a bit per token. Masks of outlines have another format.
+        # A mask of type int32 has one bit per token. Masks of outlines have another format.
         if mask.dtype == torch.int32:
             bits = np.unpackbits(mask.numpy().view(np.uint8), bitorder="little")
             allowed &= bits[: len(allowed)].view(bool)
