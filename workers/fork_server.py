@@ -180,6 +180,7 @@ class ForkServer:
         with contextlib.suppress(OSError):
             yield
         self.reserve = os.open(os.devnull, os.O_RDONLY)
+
     def accept(self) -> None:
         """Accept a client and send it ``warm``."""
         self.worked = time.monotonic()
@@ -385,6 +386,7 @@ def main() -> None:
         os._exit(0)
 
         # Importing takes a while, and the server does not watch the driver during that time.
+
     signal.signal(signal.SIGTERM, orphaned)
     die_with_parent(int(driver), signal.SIGTERM)
     if name not in INSTEAD.values():

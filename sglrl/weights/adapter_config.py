@@ -1,4 +1,4 @@
-"""The configuration of a LoRA adapter, as PEFT saves it. Needs no torch."""
+"""Read and check the configuration of a LoRA adapter, as PEFT saves it. Needs no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _OTHER_COMPUTATION: Final = (
     "use_qalora",
     "velora_config",
 )
-"""Fields of PEFT's ``LoraConfig`` that must be empty: engines compute ``scaling * B @ A`` only."""
+"""Fields of ``LoraConfig`` that must be empty, because engines compute only ``scaling * B @ A``."""
 _USED: Final = (
     "bias",
     "exclude_modules",
@@ -63,7 +63,7 @@ _WITHOUT_EFFECT: Final = (
     "revision",
     "runtime_config",
 )
-"""Fields that do not change the result of a linear layer, whatever their value is."""
+"""Fields that do not change the result of a linear layer for any value."""
 _CHANGE_THE_BASE: Final = ("corda", "loftq", "lora_ga", "olora", "pissa")
 """Values of ``init_lora_weights`` that change the weights of the base model. "pissa" also has the
 form "pissa_niter_16"."""
@@ -76,7 +76,7 @@ class AdapterConfig(NamedTuple):
     """The configuration of an adapter.
 
     Attributes:
-        scaling: the factor of its update of a module.
+        scaling: the factor of the adapter's update of a module.
     """
 
     rank: int
@@ -88,7 +88,7 @@ def checked_config(config: Any) -> AdapterConfig:
 
     Raises:
         InvalidAdapter: engines cannot apply this adapter, or a value is wrong.
-        UsageError: ``config`` has another type.
+        UsageError: ``config`` is neither a ``LoraConfig`` nor a mapping.
     """
     fields = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(fields, Mapping):
@@ -144,11 +144,11 @@ def check_modules(config: Any, modules: Iterable[str]) -> None:
     PEFT ignores the tensors of a module that the configuration does not select.
 
     Args:
-        config: as for ``checked_config``.
-        modules: the names of the modules that have tensors, as in the base model.
+        config: a ``LoraConfig`` or a mapping of its fields.
+        modules: the names in the base model of the modules that have tensors.
 
     Raises:
-        InvalidAdapter: the configuration does not select a module.
+        InvalidAdapter: the configuration does not select one of the modules.
     """
     fields = config.to_dict() if hasattr(config, "to_dict") else config
     for module in modules:
@@ -202,7 +202,7 @@ def saved_config(folder: Path) -> Any:
     """Return the fields of the configuration in the folder of an adapter.
 
     Raises:
-        InvalidAdapter: there is none, or it cannot be read.
+        InvalidAdapter: the folder has no configuration, or the configuration cannot be read.
     """
     try:
         return json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -218,7 +218,7 @@ def weights_file(folder: Path) -> Path:
     """Return the file that holds the tensors of the adapter in a folder.
 
     Raises:
-        InvalidAdapter: there is none.
+        InvalidAdapter: the folder has no such file.
     """
     file = folder / WEIGHTS
     if not file.is_file():

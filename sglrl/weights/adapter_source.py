@@ -1,4 +1,4 @@
-"""Read a LoRA adapter from the files or the tensors that a caller gives."""
+"""Read a LoRA adapter from files or tensors, check it, and pack it into messages for the workers."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class GivenAdapter(NamedTuple):
     """An adapter as a caller gives it.
 
     Attributes:
-        config: None: the caller gave none.
-        tensors: its tensors, or the file that holds them.
-        fields: the configuration that must select the modules of all tensors, if any.
-        base: the parameters of the model that the adapter changes, if they are known.
+        config: the checked configuration. None if the caller gave none.
+        tensors: the tensors of the adapter, or the file that holds them.
+        fields: the configuration that must select the modules of all tensors, or None.
+        base: the parameters of the model that the adapter changes, or None if they are unknown.
     """
 
     config: AdapterConfig | None
@@ -45,17 +45,17 @@ class GivenAdapter(NamedTuple):
 
 
 def read_adapter(adapter: Any, config: Any = None) -> GivenAdapter:
-    """Record a caller's adapter at this moment, with the caller's streams current.
+    """Record the current state of a caller's adapter. Call this with the caller's streams current.
 
     Args:
-        adapter: a folder, a ``PeftModel``, or its tensors in a form that ``update_weights`` takes.
-        config: PEFT's ``LoraConfig``, or a mapping of its fields. None: the one of ``adapter``, if
-            this is a folder or a ``PeftModel``.
+        adapter: a folder, a ``PeftModel``, or tensors in a form that ``update_weights`` accepts.
+        config: PEFT's ``LoraConfig``, or a mapping of its fields. None uses the configuration of
+            ``adapter``, if this is a folder or a ``PeftModel``.
 
     Raises:
         InvalidAdapter: the configuration or a file is missing or wrong, or an engine would not
             compute the same as PEFT.
-        UsageError: ``adapter`` or ``config`` has another type.
+        UsageError: ``adapter`` or ``config`` has an unsupported type.
     """
     adapter = unwrapped(adapter)
     if is_peft_model(adapter):
@@ -85,9 +85,9 @@ class AdapterCargo(NamedTuple):
     """The tensors of a checked adapter in the form in which they are sent.
 
     Attributes:
-        parts: the tensors of each message, and their data, one after the other.
-        modules: the last parts of the names of the modules that it changes.
-        size: the size of the tensors, in bytes.
+        parts: the specs and the data of each message. The data of the tensors are concatenated.
+        modules: the last parts of the names of the modules that the adapter changes.
+        size: the total size of the tensors in bytes.
     """
 
     parts: list[tuple[list[TensorSpec], memoryview]]
@@ -153,7 +153,7 @@ def _read(file: Path) -> list[tuple[str, torch.Tensor]]:
 
 
 def _data(tensors: list[torch.Tensor], dtype: torch.dtype) -> memoryview:
-    """Return a copy of the tensors' bytes. They leave a GPU in one transfer."""
+    """Return a copy of the tensors' bytes. A GPU sends all of them in one transfer."""
     full = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
     device = full[0].device
     flat = torch.cat([tensor.to(device, dtype).flatten() for tensor in full])

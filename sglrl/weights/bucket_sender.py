@@ -1,8 +1,8 @@
-"""The sending end: gathers, casts and packs tensors into buckets, and broadcasts them.
+"""The sending end: gathers, casts and packs tensors into buckets, and broadcasts the buckets.
 
-``SendingEnd`` answers the same messages as a rank of a worker (``Join``, ``Stage``, ``Abort``). So
-the coordinator treats it as one more member, in this process or in another. Its work runs on a
-separate thread and does not block the event loop.
+``SendingEnd`` answers the same messages as a rank of a worker (``Join``, ``Stage``, ``Abort``). The
+coordinator therefore treats it as one more member, in this process or in another process. The work
+runs on a separate thread and does not block the event loop.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from .tensor_source import Named, whole
 logger = logging.getLogger("sglrl.weights")
 
 RING: Final = 2
-"""The number of buckets in memory: one is packed while the previous bucket is being sent."""
+"""The number of buckets in memory. One is packed while the previous bucket is sent."""
 
 
 class Payload(msgspec.Struct):
@@ -54,8 +54,8 @@ class Payload(msgspec.Struct):
         ready: CUDA events to wait for before the tensors are read.
         specs: the specs of the tensors, with the dtypes in which they are sent.
         bucket_bytes: the size of a bucket.
-        check_finite: refuse NaN and infinite values.
-        begun: True once the stage has started. Some tensors may have been gathered.
+        check_finite: whether to reject NaN and infinite values.
+        begun: True once the stage has started, so some tensors may already have been gathered.
     """
 
     tensors: Named
@@ -67,7 +67,7 @@ class Payload(msgspec.Struct):
 
     @property
     def is_gathered(self) -> bool:
-        """True if other ranks of the trainer must take part in the gathering. They do so once."""
+        """True if other ranks of the trainer must join the gathering, which they do only once."""
         distributed = torch.distributed
         several = distributed.is_available() and distributed.is_initialized()
         return (
@@ -80,8 +80,8 @@ class Payload(msgspec.Struct):
 class _Packing:
     """The layout of tensors in buckets, with the buckets' memory and views.
 
-    It is kept for the next update: a trainer sends the same names each time, and creating a few
-    hundred views takes milliseconds.
+    The packing is kept for the next update, because a trainer sends the same names each time, and
+    creating a few hundred views takes milliseconds.
     """
 
     def __init__(self, specs: list[TensorSpec], bucket_bytes: int) -> None:
@@ -118,12 +118,12 @@ class _Packing:
 
 
 class SendingEnd:
-    """Rank 0 of the weight channel's groups.
+    """The sender's member of the weight channel's groups, always rank 0.
 
     Args:
-        device: the device on which buckets are packed: "cuda:0", "cpu", ...
+        device: the device on which buckets are packed, for example "cuda:0" or "cpu".
         host: an address of this process that the workers can reach.
-        answer: called on the event loop with every ``RankAnswer``.
+        answer: receives every ``RankAnswer``. It is called on the event loop.
     """
 
     def __init__(
@@ -147,17 +147,17 @@ class SendingEnd:
     def load(self, payload: Payload) -> None:
         """Set the tensors that the next ``Stage`` sends."""
         self._payload = payload
-        # Plan now, while the workers prepare.
+        # Plan the buckets now, while the workers prepare.
         link = self._link
         link.submit(lambda: self._plan(link, payload))
 
     def unload(self, payload: Payload) -> None:
-        """Release the tensors at the end of their update. The payload of another update stays."""
+        """Release the tensors at the end of their update. Keep the payload of another update."""
         if self._payload is payload:
             self._payload = None
 
     def ask(self, message: ToRank) -> None:
-        """Start the work that the message requests. The answer follows later."""
+        """Start the work that the message requests. ``answer`` receives the result later."""
         match message:
             case Join():
                 self._link.abandon()
@@ -197,7 +197,7 @@ class SendingEnd:
 
     def _join(self, link: Link, join: Join) -> None:
         prefix = f"sglrl/{join.group}"
-        # A separate connection: the wait for a missing rank blocks its connection.
+        # Use a separate connection, because the wait for a missing rank blocks the connection.
         store = self._store.store.clone()
         if join.size > 1:
             link.group = Group(store, prefix, 0, join.size, self.device, self.host, join.timeout)
@@ -234,10 +234,10 @@ class SendingEnd:
             return sent
 
     def _begin_check(self, check: FiniteCheck, payload: Payload, packing: _Packing) -> None:
-        """Start the check of all tensors, except tensors that are gathered.
+        """Start the check of all tensors that are not gathered.
 
-        Gathered tensors are checked when they are packed. A GPU checks while it sends, because a
-        broadcast leaves most of the memory bandwidth unused.
+        Gathered tensors are checked when they are packed. A GPU runs the check while it sends,
+        because a broadcast leaves most of the memory bandwidth unused.
         """
         tensors = [
             (name, tensor, dtype)
@@ -254,13 +254,13 @@ class SendingEnd:
             check.add(tensors)
 
     def _end_check(self, check: FiniteCheck) -> None:
-        """Wait for the check. Raise ``InvalidWeights`` if a checked tensor is not finite."""
+        """Wait for the check. Raise ``InvalidWeights`` if a tensor is not finite."""
         if self._check_stream is not None and self._stream is not None:
             self._stream.wait_stream(self._check_stream)
         check.finish()
 
     def _plan(self, link: Link, payload: Payload) -> None:
-        # The stage reports the error.
+        # Ignore errors here, because the stage reports them.
         with contextlib.suppress(SglrlError):
             self._packing_for(link, payload)
 
@@ -315,14 +315,14 @@ class SendingEnd:
                 group.synchronize()
         if neighbour is not None:
             neighbour.finish(len(packing.buckets))
-        # An update may have no tensors, if the engine keeps none of the given ones.
+        # An update has no buckets if the engine keeps none of the given tensors.
         took = time.perf_counter() - begun if begun else 0.0
         return SentStage(gather * 1e3, took * 1e3)
 
     def _as_they_are(
         self, payload: Payload, packing: _Packing, bucket: int
     ) -> list[torch.Tensor] | None:
-        """Return the bucket's tensors if they can be sent without packing, else None."""
+        """Return the bucket's tensors if they can be sent without packing, otherwise None."""
         pieces = []
         for index in packing.buckets[bucket]:
             tensor = payload.tensors[index][1]
@@ -368,8 +368,8 @@ class SendingEnd:
 def _frequent_switches() -> Iterator[None]:
     """Shorten the interval at which Python switches between threads within the block.
 
-    The default is five milliseconds, in which a small model can be sent. With the shorter interval,
-    the event loop's thread releases the GIL to the sending thread sooner.
+    The default is five milliseconds, in which a whole small model can be sent. With the shorter
+    interval, the event loop's thread releases the GIL to the sending thread sooner.
     """
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, 5e-4))
@@ -382,10 +382,10 @@ def _frequent_switches() -> Iterator[None]:
 def _copy_alone() -> None:
     """Make torch's copies on this thread use only this thread.
 
-    The engines need the same cores. A copy by several threads ends only when the last of them has
-    got a core.
+    The engines need the same cores. A copy by several threads ends only when every one of these
+    threads has been scheduled on a core.
     """
-    # torch sets the thread's number of threads at its first use. This call makes it happen now, so
+    # torch sets the number of threads of a thread at its first use. This call is the first use, so
     # that torch does not overwrite the limit later.
     torch.get_num_threads()
     try:
@@ -396,7 +396,7 @@ def _copy_alone() -> None:
 
 @functools.cache
 def _thread_pools() -> Any:
-    """Return the controller of the thread pools of all loaded libraries. The search takes 20 ms."""
+    """Return a controller of the thread pools of all loaded libraries. The search takes 20 ms."""
     # Imported here, because a sender on a GPU does not need it.
     from threadpoolctl import ThreadpoolController
 
@@ -407,8 +407,8 @@ def sending_device(wanted: str | torch.device | None, tensors: Named, backend: s
     """Return the device on which buckets are packed for workers on ``backend``.
 
     Args:
-        wanted: the device that the caller requests; None: the device of the tensors.
-        backend: "cpu" or "cuda".
+        wanted: the device that the caller requests. None selects the device of the tensors.
+        backend: the kind of the workers' devices, "cpu" or "cuda".
 
     Raises:
         UsageError: torch does not know the device, or it is not a ``backend`` device.
@@ -438,7 +438,7 @@ def _name(tensor: torch.Tensor) -> str:
 
 
 def perform(id_: int, phase: str, work: Callable[[], Any]) -> RankAnswer:
-    """Call ``work`` and return the answer: its result, or the error that it raises."""
+    """Call ``work``, and return an answer with its result or with the error that it raises."""
     try:
         result = work()
     except SglrlError as failure:

@@ -1,6 +1,6 @@
-"""Bring a replacement to the version of the pool.
+"""Bring a replacement worker to the version of the pool.
 
-Its weights come from another worker, from the memory of its host, or again from files.
+The weights come from another worker, from the memory of the replacement's host, or from files.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class CatchUp:
     """Brings workers to the version of the pool, one at a time.
 
     Args:
-        kept: the weights that hosts keep.
+        kept: the weights that hosts keep in memory.
         host: ``host(worker)`` returns the name of the worker's host.
-        read_files: ``read_files(request, ranks)`` lets ``ranks`` read the files of the last update.
-            It returns the error if that failed.
+        read_files: ``read_files(request, ranks)`` makes ``ranks`` read the files of the last
+            update. It returns the error, or None.
     """
 
     def __init__(
@@ -53,11 +53,11 @@ class CatchUp:
         """The request of the last update, if it sent all tensors and read them from files."""
 
     def updated(self, request: UpdateRequest) -> None:
-        """Record the last update of the pool."""
+        """Record an update of the pool that has just finished."""
         self._folder = request if request.folder and not request.partial else None
 
     def has(self, version: int) -> bool:
-        """Return whether a worker could get this version without another worker."""
+        """Return whether a worker could get this version from a host's memory or from files."""
         return self._kept.is_kept(version) or (
             self._folder is not None and _is_there(self._folder, version)
         )
@@ -73,10 +73,10 @@ class CatchUp:
             version: the version of the current weights.
 
         Returns:
-            False if the current weights are not available.
+            False if the current weights are not available anywhere.
 
         Raises:
-            WorkerLost: the worker is lost. Raised as soon as that happens.
+            WorkerLost: the worker is lost. Raised as soon as the loss is known.
             SglrlError: the error of the last copy, if every copy failed and there are no files.
         """
         worker = receivers[0].worker
@@ -85,7 +85,7 @@ class CatchUp:
         while sources:
             source, copy = sources.pop(0)
             begun = time.perf_counter()
-            # Half of the time, so that a source that hangs leaves time for the others.
+            # Use half of the time, so that a source that hangs leaves time for the other sources.
             limit = Deadline(deadline.left / 2) if sources else deadline
             try:
                 there = await copy(limit)
@@ -112,7 +112,7 @@ class CatchUp:
                 return True
             check_alive(receivers)
             logger.warning("worker %d could not read %s: %s", worker, request.folder, failed)
-            # The files are the cause, not the worker: a replacement could not read them either.
+            # The files are the cause, not the worker. A replacement could not read them either.
             return False
         if failure is not None:
             raise failure
@@ -121,7 +121,7 @@ class CatchUp:
     def _sources(
         self, receivers: Sequence[Rank], holders: Sequence[Rank], version: int
     ) -> list[tuple[str, Copy]]:
-        """Return the copies of the current weights, from near to far, and how to get them."""
+        """Return the sources of the current weights with their copy functions, nearest first."""
         host = self._host(receivers[0].worker)
         peers: dict[int, list[Rank]] = {}
         for rank in holders:
@@ -143,13 +143,13 @@ class CatchUp:
         """Copy the weights of all ranks of one worker to the same ranks of another.
 
         Returns:
-            True.
+            Always True, as required for a ``Copy``.
 
         Raises:
-            SglrlError: a rank failed. The receiving worker then has weights of no version.
+            SglrlError: a rank failed. The weights of the receiving worker then have no version.
         """
         by_rank = {sender.member[1]: sender for sender in senders}
-        # Wait for every rank: a late write must not mix with the next attempt.
+        # Wait for every rank, because a late write must not mix with the next attempt.
         ends = await asyncio.gather(
             *(
                 self._copy_rank(receiver, by_rank[receiver.member[1]], version, deadline)
@@ -158,7 +158,7 @@ class CatchUp:
             return_exceptions=True,
         )
         failed = [end for end in ends if end is not None]
-        # An error that is not ours is a defect, which must not be hidden.
+        # Raise other errors than ours first, because they are defects.
         for end in sorted(failed, key=lambda end: isinstance(end, SglrlError)):
             raise end
         return True
@@ -166,7 +166,7 @@ class CatchUp:
     async def _copy_rank(
         self, receiver: Rank, sender: Rank, version: int, deadline: Deadline
     ) -> None:
-        """Copy the weights of one rank to another. When one of them fails, both stop."""
+        """Copy the weights of one rank to another rank. If one of them fails, both stop."""
         try:
             offer = await self._questions.ask(
                 sender, lambda id_: SendPeerCopy(id_, deadline.left), _offer, deadline, receiver
@@ -184,7 +184,7 @@ class CatchUp:
 
 
 def _is_there(request: UpdateRequest, version: int) -> bool:
-    """Return True if the files of the request exist and have not changed since."""
+    """Return True if the files of the request exist and have not changed since the update."""
     folder = Path(request.folder)
     try:
         same = fingerprint(weight_files(folder)) == request.seen

@@ -1,4 +1,4 @@
-"""Checksums of tensors. A sender and an engine get the same value on any device."""
+"""Compute checksums of tensors. A sender and an engine get the same value on any device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """Return the checksum of the values' bits in row-major order.
+    """Return the checksum of the bits of all values in row-major order.
 
     The checksum is ``sum((bits + 1) * (position * odd | 1))`` modulo 2^64, so a changed, moved or
-    swapped value changes it. The computation uses blocks to bound its memory.
+    swapped value changes it. The computation works on blocks to limit its memory.
     """
     flat = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
@@ -34,5 +34,5 @@ def piece(
     ``offset``, ``size`` and ``stride`` count elements.
     """
     tensor = tensor.contiguous()
-    # The tensor may be a view, which starts at an offset of its storage.
+    # The tensor may be a view that starts at an offset of its storage.
     return tensor.as_strided(tuple(size), tuple(stride), tensor.storage_offset() + offset)

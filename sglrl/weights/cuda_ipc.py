@@ -1,9 +1,9 @@
-"""Weights for a worker on the sender's GPU, which reads the sender's buckets through CUDA IPC.
+"""Send weights to a worker on the sender's GPU, which reads the sender's buckets with CUDA IPC.
 
 NCCL refuses two ranks on one GPU, and the data is already on that GPU. The sender passes only a
 handle for each bucket, as plain fields in msgpack, through the group's store. The store also
 carries two signals. The sender sets "filled" when a bucket is full, and each reader then reads the
-bucket. A reader sets "taken" when it has read the bucket. The sender fills the memory again once
+bucket. A reader sets "taken" when it has read the bucket. The sender fills the memory again when
 all readers have set "taken". Every wait has the group's timeout, and an abort ends every wait.
 """
 
@@ -51,7 +51,7 @@ class _Signals:
     def __init__(self, store: dist.TCPStore, prefix: str, timeout: float) -> None:
         prefix = f"{prefix}/shared"
         self._store = dist.PrefixStore(prefix, store.clone())
-        # For ``abort``: a connection that waits cannot do anything else.
+        # ``abort`` uses this connection, because ``wait`` blocks the other connection.
         self._other = dist.PrefixStore(prefix, store.clone())
         self._timeout = timedelta(seconds=timeout)
         self._lock = threading.Lock()
@@ -78,7 +78,7 @@ class _Signals:
         return value
 
     def abort(self) -> None:
-        """End the current wait and every later wait. Can be called from any thread."""
+        """End the current wait and every later wait. Any thread may call this."""
         with self._lock:
             self.aborted = True
             if self._awaited is not None:
@@ -86,13 +86,13 @@ class _Signals:
 
 
 class SharedSender:
-    """The sender's end: passes buckets to the workers on its GPU.
+    """The sender's end of CUDA IPC, which passes buckets to the workers on its GPU.
 
     Args:
         prefix: the prefix of the group's keys in the store.
         readers: the number of workers on this GPU.
-        ring: the number of buckets that may be in transfer at a time.
-        timeout: seconds that one wait may take.
+        ring: the maximum number of buckets in transfer at the same time.
+        timeout: the maximum seconds of one wait.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class SharedSender:
             self._signals.set(f"{self._update}/{bucket}/{reader}/filled", body)
 
     def finish(self, buckets: int) -> None:
-        """Wait until the readers have taken the last buckets."""
+        """Wait until the readers have read the last buckets."""
         for bucket in range(max(0, buckets - self._ring), buckets):
             self._taken(bucket)
 
@@ -146,11 +146,11 @@ class SharedSender:
 
 
 class SharedReader:
-    """The end of a worker on the sender's GPU.
+    """The reader's end of CUDA IPC, in a worker on the sender's GPU.
 
     Args:
         reader: the index of this worker among the readers.
-        timeout: seconds that one wait may take.
+        timeout: the maximum seconds of one wait.
     """
 
     def __init__(
@@ -161,10 +161,10 @@ class SharedReader:
         self._device = device
 
     def receive(self, update: int, bucket: int, take: Callable[[torch.Tensor], None]) -> None:
-        """Wait for a bucket and pass its bytes to ``take``.
+        """Wait for a bucket, and call ``take`` with its bytes.
 
-        The sender may fill the memory again only after ``take``'s work on the current stream has
-        finished.
+        The sender may fill the memory again when the work that ``take`` launched on the current
+        stream has finished.
         """
         key = f"{update}/{bucket}/{self._reader}"
         given = _handles.decode(self._signals.wait(f"{key}/filled"))

@@ -15,8 +15,8 @@ class Deadline:
     """The time at which a caller's timeout ends.
 
     Args:
-        seconds: the timeout; None for no limit.
-        begun: the time of the call, on ``time.perf_counter``; None: now.
+        seconds: the timeout. None for no limit.
+        begun: the time of the call, on ``time.perf_counter``. None for the current time.
     """
 
     def __init__(self, seconds: float | None, begun: float | None = None) -> None:
@@ -25,7 +25,7 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """Return the seconds until the deadline: at least 0, and infinity for no limit."""
+        """Return the seconds until the deadline, at least 0. Infinity if there is no limit."""
         return max(0.0, self.seconds - (time.perf_counter() - self._begun))
 
     def limit(self) -> asyncio.Timeout:
@@ -45,10 +45,10 @@ async def turn(lock: asyncio.Lock, deadline: Deadline, *, wait: bool = True) -> 
     """Hold the lock of the weights within the block.
 
     Args:
-        wait: whether to wait for the lock. False: raise at once if another call holds it.
+        wait: whether to wait for the lock. False raises at once if another call holds the lock.
 
     Raises:
-        UpdateInProgress: the deadline passed while another call held the lock.
+        UpdateInProgress: another call held the lock until the deadline.
     """
     try:
         async with deadline.limit() if wait else asyncio.timeout(0):

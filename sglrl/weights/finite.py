@@ -16,7 +16,7 @@ ToCheck = tuple[str, torch.Tensor, torch.dtype]
 
 
 class FiniteCheck:
-    """Collects the largest magnitude of each tensor.
+    """Collects the largest magnitude of each tensor, and raises an error if one is not finite.
 
     ``add`` reads every tensor once and does not wait for a GPU. ``finish`` waits once for all
     tensors. A cast keeps the order of numbers, so the largest magnitude shows whether any value
@@ -75,10 +75,10 @@ def _largest(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """
     first = tensors[0]
     if first.element_size() == 1:
-        # torch has no reductions for 8-bit floats. float16 represents all of their values.
+        # torch has no reductions for 8-bit floats. float16 can represent all of their values.
         return [_largest([tensor.to(torch.float16)])[0] for tensor in tensors]
     if first.device.type == "cuda":
-        # Few kernels for many tensors: launching one kernel per tensor takes longer than it runs.
+        # Use few kernels, because launching one kernel for each tensor takes longer than its work.
         return list(torch._foreach_norm(tensors, math.inf))
     # On a CPU, aminmax is several times as fast as a norm.
     ends = [torch.aminmax(tensor) for tensor in tensors]

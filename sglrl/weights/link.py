@@ -1,9 +1,9 @@
-"""One process's part in one group: the communicator, the CUDA IPC peer on the same GPU, a thread.
+"""The part of one process in one group: the communicator, the CUDA IPC peer, and a thread.
 
 Every wait for another process runs on that thread. A process that gives up the group abandons the
-whole link. The thread's current wait then ends by itself: an NCCL wait ends at once, a gloo wait
-ends when the peers disconnect or its timeout passes. Then the job finds that the link is abandoned,
-and the thread exits.
+whole link. The thread's current wait then ends: an NCCL wait ends at once, and a gloo wait ends
+when the peers disconnect or its time limit passes. After that the thread exits, because the link is
+abandoned.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ class Link:
         reader: the worker's end of CUDA IPC, if the worker is on the sender's GPU.
         store: a store that only this link uses and references. Dropping the reference closes the
             store. That ends every wait for one of its keys, even while a group is being formed.
-        packing: the sender's buckets. An abandoned job may still write to them, so each link has
-            its own.
-        abandoned: True once the link is abandoned.
+        packing: the sender's buckets. An abandoned job may still write to them, so they belong to
+            one link only.
+        abandoned: whether the link is abandoned.
     """
 
     def __init__(self) -> None:
@@ -48,8 +48,8 @@ class Link:
         self.packing: Any = None
         self.abandoned = False
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        # Daemon threads: an exiting program must not wait for a peer that hangs. ``_end`` limits
-        # the wait to ``END_SECONDS``.
+        # Use daemon threads, because an exiting program must not wait for a peer that hangs.
+        # ``_end`` limits the wait to ``END_SECONDS``.
         self._threads = [threading.Thread(target=self._run, name="sglrl-weights", daemon=True)]
         _live.add(self)
         self._threads[0].start()
@@ -64,15 +64,15 @@ class Link:
             raise WeightUpdateError("the update was given up")
 
     def abandon(self) -> None:
-        """Stop the link's work as far as possible, and its thread after that.
+        """Stop the link's work as far as possible, then its thread.
 
-        Can be called from any thread. Returns at once.
+        Any thread may call this. It returns at once.
         """
         if self.abandoned:
             return
         self.abandoned = True
         self._jobs.put(None)
-        # Aborting a communicator may take long.
+        # Abort on another thread, because aborting a communicator may take long.
         aborting = threading.Thread(target=self._abort, name="sglrl-weights-abort", daemon=True)
         self._threads.append(aborting)
         aborting.start()
@@ -87,7 +87,7 @@ class Link:
         while (job := self._jobs.get()) is not None:
             if not self.abandoned:
                 job()
-            # While the thread waits, this frame must not keep the job's objects alive.
+            # Delete the job, so that this frame does not keep its objects alive during a wait.
             del job
         if self.group is not None:
             self.group.close()

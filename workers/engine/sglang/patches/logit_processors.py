@@ -1,13 +1,13 @@
-"""Run custom logit processors, which are named by import path and imported at the start.
+"""Run custom logit processors, which are named by import path and imported when the engine starts.
 
-SGLang (0.5.17 to 0.5.23) takes a pickled class from each request. Here a request has the name of a
-declared class, and each process has one instance of each class.
+SGLang (0.5.17 to 0.5.23) accepts a pickled class in each request. With this patch, a request names
+a declared class, and each process has one instance of each class.
 
-With overlap, SGLang samples a token before it has processed the result of the step before, so the
-request that a processor sees lacks its last token. Here sampling waits for this result, as it does
-for a grammar.
+With overlap, SGLang samples a token before it has processed the result of the previous step, so a
+processor gets a request without its last token. With this patch, sampling waits for that result, as
+it does for a grammar.
 
-A processor that raises would end the worker. Here only its request ends, with an error.
+A processor that raises would end the worker. With this patch only its request ends, with an error.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _processors: dict[str, Guarded] = {}
 
 
 def install(setup: Setup) -> None:
-    """Import the declared processors, and make SGLang find them by their names.
+    """Import the declared processors, and let SGLang look them up by their names.
 
     Raises:
         EngineError: a name cannot be imported, is not a processor, or cannot be instantiated.
@@ -49,7 +49,7 @@ def install(setup: Setup) -> None:
         made = init_new(cls, batch, *args, **kwargs)
         info = made.sampling_info
         if info is not None and info.has_custom_logit_processor and info.grammars is None:
-            # SGLang samples batches with a list of grammars late. This list applies none.
+            # SGLang delays sampling if there is a list of grammars. This list is empty.
             info.grammars = []
         return made
 
@@ -57,9 +57,9 @@ def install(setup: Setup) -> None:
 
 
 def attach(request: Any) -> None:
-    """Let the parameters of a request refer to it weakly, as in SGLang 0.5.23.
+    """Replace the reference from a request's parameters to it by a weak one, as in SGLang 0.5.23.
 
-    A cycle would keep the request until Python's garbage collector runs.
+    A reference cycle would keep the request alive until Python's garbage collector runs.
     """
     params = request.sampling_params.custom_params
     if params is not None and REQUEST_PARAM in params:
@@ -97,7 +97,7 @@ def _text(error: Exception) -> str:
 
 
 class Guarded:
-    """Calls a processor, and marks the requests for which it fails.
+    """Calls a processor, and marks the requests for which the processor fails.
 
     A failed row allows no token, so ``undrawable_tokens`` ends its request.
     """
@@ -107,9 +107,9 @@ class Guarded:
         self._processor = processor
 
     def __call__(self, logits: torch.Tensor, params: Sequence[dict[str, Any]]) -> torch.Tensor:
-        """Change logits, float [n, vocabulary], of n requests.
+        """Change the logits, float [n, vocabulary], of n requests.
 
-        Rows whose token is not used do not change: requests that have ended, or whose prefill
+        Rows without a used token do not change, because their request has ended or its prefill
         continues.
         """
         rows = [row for row, own in enumerate(params) if _is_used(own[REQUEST_PARAM])]
@@ -127,7 +127,7 @@ class Guarded:
             return self._checked(self._processor(logits.clone(), params), logits)
         except Exception as error:
             if len(params) > 1:
-                # Find the requests for which it fails.
+                # Find the requests for which the processor fails.
                 pairs = zip(logits.split(1), params, strict=True)
                 return torch.cat([self._changed(row, [own]) for row, own in pairs])
             request = params[0][REQUEST_PARAM]
@@ -149,5 +149,5 @@ class Guarded:
 
 
 def _is_used(request: Any) -> bool:
-    """Return whether the token that is about to be sampled becomes output of the request."""
+    """Return whether the token that is sampled next becomes output of the request."""
     return not request.finished() and request.inflight_middle_chunks <= 0
