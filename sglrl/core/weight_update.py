@@ -1,4 +1,4 @@
-"""The state machine of one weight update: its requests, and its reactions to answers and losses.
+"""The state machine of one weight update: the messages to send, and the reactions to events.
 
 ::
 
@@ -11,18 +11,18 @@ when every rank of every worker has all of the new weights. From then on the upd
 worker that cannot commit is expelled (its process is killed), and the other workers have the new
 version.
 
-Invariants:
+Invariants of the machine:
 
 * The update ends exactly once.
 * A rank gets STAGE only after all ranks have accepted PREPARE. It gets COMMIT only after all ranks
   have staged.
-* After the end, all workers that were not expelled have the same version. It is the new version if
-  the update is DONE, and the old version otherwise.
+* After the end, all workers that were not expelled have the same version. This is the new version
+  if the update is DONE, and the old version otherwise.
 
 A member is ``(worker, rank)``. The sender of the weights is ``SENDER``. With ``sender=False``
 (weights from files) there is no group, and therefore no JOIN and no sender.
 
-An answer contains its phase, but not its attempt. The caller must drop late answers of an abandoned
+An answer contains its phase, but not its attempt. The caller must drop late answers to an abandoned
 attempt, by the ids of their messages.
 """
 
@@ -66,8 +66,8 @@ class Ended(NamedTuple):
 
     Attributes:
         state: DONE or FAILED.
-        why: "" if DONE. Otherwise "refused" (a rank rejected PREPARE), "cancelled", "lost" (no
-            worker is left, or the sender is lost) or "broken".
+        why: the reason of a failure: "refused" if a rank rejected PREPARE, "cancelled", "lost" if
+            no worker is left or the sender is lost, or "broken". Empty if DONE.
         errors: the errors of the members.
     """
 
@@ -100,10 +100,10 @@ class WeightUpdate:
 
     Args:
         members: every rank of every worker that takes part.
-        joined: the sender and exactly these members already form a group. The attribute of the same
-            name later states this for the sender and the remaining members.
+        joined: whether the sender and exactly these members already form a group. The attribute of
+            the same name later applies to the sender and the remaining members.
         sender: whether the update has a sender.
-        join_only: only form the group, ahead of time.
+        join_only: whether to only form the group, before the first update.
     """
 
     def __init__(
@@ -161,8 +161,8 @@ class WeightUpdate:
         """Process the answer of a member.
 
         Args:
-            dirty: the live weights of the rank are partly new. Only an answer to ABORT reports
-                this.
+            dirty: whether only some live weights of the rank are new. Only an answer to ABORT
+                reports this.
         """
         if phase != self.state or member not in self.waiting:
             self.late_answers += 1
@@ -175,12 +175,12 @@ class WeightUpdate:
             if member == SENDER and phase == ABORT:
                 self._without_sender()
             elif phase in (COMMIT, ABORT):
-                # The weights of this rank are unknown now.
+                # The state of the weights of this rank is unknown now.
                 self._expel(member[0], f"it could not {phase}: {error}")
             elif phase == PREPARE:
                 self.refused = True
             elif phase in (JOIN, STAGE):
-                # The other members wait in a collective that cannot complete.
+                # The other members wait in a collective that cannot finish.
                 self._enter(ABORT, now)
                 return
         self._advance(now)
@@ -209,7 +209,7 @@ class WeightUpdate:
         """Cancel the update for the caller.
 
         Returns:
-            False if it is too late: the update has ended, or will be DONE if a worker is left.
+            False if it is too late, because the update has ended or is in COMMIT.
         """
         if self.state == COMMIT or self.ended:
             return False
@@ -265,8 +265,8 @@ class WeightUpdate:
             return
         asked = sorted(self.members)
         if self.sender and not self.sender_lost and state in (JOIN, STAGE, ABORT):
-            # The sender is last: a sender in this process begins at once, and then keeps the
-            # interpreter busy while the other members still need their messages.
+            # Put the sender last, because a sender in this process begins at once, and then keeps
+            # the interpreter busy while the other members still need their messages.
             asked.append(SENDER)
         if state == STAGE:
             # Until all members have staged, a collective may be running in the group.
@@ -326,7 +326,7 @@ class WeightUpdate:
 
     def _remove(self, worker: int) -> None:
         self._lost_some = True
-        # The group contained the ranks of this worker.
+        # The group contained the ranks of this worker, so it cannot be used any more.
         self.joined = False
         gone = {member for member in self.members if member[0] == worker}
         self.members -= gone

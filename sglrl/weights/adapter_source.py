@@ -1,4 +1,4 @@
-"""Read a LoRA adapter from files or tensors, check it, and pack it into messages for the workers."""
+"""Read a LoRA adapter from files or tensors, check it, and pack it into messages for workers."""
 
 from __future__ import annotations
 

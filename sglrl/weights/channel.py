@@ -34,15 +34,15 @@ class WeightChannel(DriverListener):
         expel: ``expel(worker, reason)`` kills a worker's processes.
         is_up: ``is_up(worker)`` returns True if the worker has reported ready and is not lost.
         host: ``host(worker)`` returns the name of the worker's host.
-        keep: which hosts keep the current weights in memory: see ``Kept``.
+        keep: which hosts keep the current weights in memory, as in ``Kept``.
 
     Attributes:
         updates: runs updates, and answers the questions of senders.
         versions: the version of each worker's weights.
         kept: copies of the current weights in the memory of hosts.
-        on_version: called when ``version``, or the version of an adapter, has changed.
+        on_version: functions to call after a change of ``version`` or of an adapter's version.
         host: the address at which workers reach a sender in this process.
-        workers_return: a rank whose connection breaks connects again, and says hello again.
+        workers_return: whether a rank connects again after a break, and sends ``RankHello`` again.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class WeightChannel(DriverListener):
         self.versions.of[worker] = 0
 
     async def close(self) -> None:
-        """Give up the running update and cancel all waits."""
+        """Give up the running update, and cancel all waits."""
         self._senders.close()
         self.updates.close()
         self._ranks.close()
@@ -111,12 +111,12 @@ class WeightChannel(DriverListener):
     async def sync(self, worker: int, timeout: float, serve: Callable[[], None]) -> bool:
         """Send the current weights to a worker that is up, then call ``serve``.
 
-        The weights come from another worker, or again from the files of the last update. ``serve``
-        is called before any other update starts.
+        The weights come from another worker, from the memory of a host, or from the files of the
+        last update. ``serve`` is called before any other update starts.
 
         Args:
             worker: the index of the worker. Only the current process of the worker gets the
-                weights: if it is lost, its replacement is not touched.
+                weights. If the process is lost, its replacement is not touched.
             timeout: the limit in seconds. It starts when all earlier updates and copies have ended.
 
         Returns:
@@ -124,14 +124,14 @@ class WeightChannel(DriverListener):
             update.
 
         Raises:
-            WeightUpdateError: the copy failed or took too long. The worker has weights of no
-                version.
+            WeightUpdateError: the copy failed or took too long. The weights of the worker then have
+                no version.
             WorkerLost: the worker is lost.
         """
         mine = self._ranks.of(worker)
         if not mine:
             raise lost_error(worker)
-        # Each update and each copy has a deadline, so this wait ends.
+        # Each update and each copy has a deadline, so the wait for the lock ends.
         async with self.versions.lock:
             check_alive(mine)
             if not self.versions.is_current(worker):
@@ -182,12 +182,12 @@ class WeightChannel(DriverListener):
             rank.connection = hello.connection
             rank.hello.set_result(hello.settings)
         elif hello.connection <= rank.connection:
-            # The answer to ``Rejoin``. The rank had already said hello on this connection.
+            # This answers ``Rejoin``, but the rank had already sent a hello on this connection.
             return rank.returns
         elif self.versions.lock.locked():
             self._ranks.expel(rank.worker, "its connection broke during a weight update")
         else:
-            # Its worker serves calls, on another connection.
+            # The worker continues to serve calls, because these use another connection.
             self.on_away(rank.worker)
             self._rejoin(rank.worker)
         return True
@@ -204,14 +204,14 @@ class WeightChannel(DriverListener):
         for rank in self._lose(worker):
             self._ranks.add(rank.member, rank.identity, returns=True)
             if self.versions.lock.locked():
-                # An update may have become live there, or not.
+                # An update may or may not have become live on this worker.
                 self.versions.of[worker] = UNKNOWN
 
     def on_ready(self, worker: int, ready: Ready) -> None:
         self._rejoin(worker)
 
     def _rejoin(self, worker: int) -> None:
-        """Ask the ranks of a worker that was away to say hello, unless they have done so."""
+        """Request ``RankHello`` from the ranks of a returning worker that have not sent it yet."""
         for rank in self._ranks.of(worker):
             if rank.returns and not rank.hello.done():
                 self._ranks.send(rank, Rejoin(self._ranks.new_id()))

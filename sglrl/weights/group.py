@@ -1,11 +1,11 @@
 """Process groups of the weight channel, separate from the other groups of the process.
 
-Each group is built from its own store and is never registered with ``torch.distributed``. So a
-trainer's groups are not touched.
+Each group has its own store, and is never registered with ``torch.distributed``. Therefore the
+groups of a trainer are not touched.
 
-Every wait has a deadline. NCCL kernels have no deadline of their own, so a timer aborts the group
-(``ncclCommAbort``). That ends the kernels, and ``Group`` then raises an error. gloo operations time
-out by themselves.
+Every wait has a deadline. NCCL kernels have no deadline, so a timer aborts the group
+(``ncclCommAbort``). The abort ends the kernels, and ``Group`` then raises an error. gloo operations
+have time limits themselves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..config import nccl_environment
 from ..errors import UsageError, WeightUpdateError
 from ..wire.weights import RankSettings
 
-# Settings of torch's NCCL backend. By default it kills the whole process if an operation is late.
+# Settings of torch's NCCL backend. By default it kills the whole process after a late operation.
 _QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -35,7 +35,7 @@ _QUIET = {
 
 
 def settings(device: torch.device, host: str = "", port: int = 0) -> RankSettings:
-    """Return the settings of this process, which are compared before a group is formed."""
+    """Return the settings of this process, to compare with others before a group is formed."""
     uuid = nccl = ""
     if device.type == "cuda":
         uuid = str(torch.cuda.get_device_properties(device).uuid)
@@ -80,12 +80,12 @@ class Store:
 
 
 def connect_store(host: str, port: int, timeout: float) -> dist.TCPStore:
-    """Return a worker's connection to the sender's store. ``timeout``: in seconds."""
+    """Return a worker's connection to the sender's store. ``timeout`` is in seconds."""
     return dist.TCPStore(host, port, None, False, timedelta(seconds=timeout))
 
 
 def local_address(host: str, port: int) -> str:
-    """Return the address from which this process reaches ``host``. Sends nothing.
+    """Return the address from which this process reaches ``host``. Send nothing.
 
     Raises:
         OSError: there is no route to the host, or the host does not exist.
@@ -97,15 +97,16 @@ def local_address(host: str, port: int) -> str:
 
 
 class Group:
-    """A communicator in which rank 0 sends.
+    """A communicator in which rank 0 sends and the other ranks receive.
 
     Attributes:
-        onward: another group, of which this rank is rank 0, and which gets all that this one gets.
+        onward: a second group in which this rank is rank 0, or None. This rank forwards every
+            broadcast to the second group.
 
     Args:
-        store: the store. This group uses the keys under ``prefix``.
-        host: the address at which the other ranks reach this rank. gloo listens there.
-        timeout: seconds that one operation may take.
+        store: the store. This group uses only the keys under ``prefix``.
+        host: the address at which the other ranks reach this rank. gloo listens on this address.
+        timeout: the maximum seconds of one operation.
     """
 
     def __init__(
@@ -142,9 +143,9 @@ class Group:
             self._backend = dist.ProcessGroupGloo(scoped, rank, size, options)
 
     def begin(self) -> None:
-        """Create the communicator now, so that no update has to wait for it.
+        """Create the communicator now, so that no update has to wait for its creation.
 
-        torch creates the communicator with the first operation.
+        torch creates the communicator at the first operation.
         """
         first = torch.zeros(64, dtype=torch.uint8, device=self.device)
         with self.deadline():
@@ -153,18 +154,18 @@ class Group:
 
     @property
     def takes_pieces(self) -> bool:
-        """True if a broadcast of several tensors is as fast as one of a single, larger tensor."""
+        """True if a broadcast of several tensors is as fast as a broadcast of one large tensor."""
         return bool(self.device.type == "cuda")
 
     def broadcast(self, pieces: Sequence[torch.Tensor]) -> Any:
-        """Send (rank 0) or receive tensors.
+        """Send tensors on rank 0, or receive tensors on another rank.
 
         On CUDA, the broadcast starts after the work that is already on the current stream.
-        ``wait()`` makes the stream wait, not the CPU. Until then the caller must keep the memory.
+        ``wait()`` makes the stream wait, not the CPU. Keep the memory until the stream is done.
 
         Args:
             pieces: contiguous tensors that have the same sizes on all ranks. Several tensors are
-                allowed only if ``takes_pieces``: NCCL then moves them in one kernel.
+                allowed only if ``takes_pieces``, because NCCL then moves all of them in one kernel.
 
         Returns:
             torch's ``Work``.
@@ -187,7 +188,7 @@ class Group:
         return self.onward.broadcast(pieces)
 
     def synchronize(self) -> None:
-        """Wait until the current stream has finished its work. Call it within ``deadline``.
+        """Wait until the current stream has finished its work. Call this within ``deadline``.
 
         Raises:
             WeightUpdateError: the group was aborted.
@@ -209,9 +210,9 @@ class Group:
             timer.cancel()
 
     def abort(self) -> None:
-        """Abort the group and end the running operations.
+        """Abort the group, which ends the running operations.
 
-        Can be called from any thread, and more than once.
+        Any thread may call this, and more than once.
         """
         if self.onward is not None:
             self.onward.abort()
@@ -228,7 +229,7 @@ class Group:
         self.abort()
         if self.onward is not None:
             self.onward.close()
-        # gloo closes its connections with the last reference. The peers then see the disconnect.
+        # gloo closes its connections with the last reference, so the peers notice the disconnect.
         self._backend = None
 
 
@@ -236,7 +237,7 @@ class Group:
 def _environment(values: dict[str, str]) -> Iterator[None]:
     """Set environment variables within the block.
 
-    torch reads them when it creates a group. Other groups of this process keep their settings.
+    torch reads the variables when it creates a group. Other groups of the process are not affected.
     """
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

@@ -1,6 +1,6 @@
-"""Copies of the current weights in hosts' memory, so that a lost worker does not take them with it.
+"""Keep copies of the current weights in the memory of hosts, so that a lost worker does not matter.
 
-This is the driver's side of ``workers/weights/kept_weights.py``.
+This is the driver's side. ``workers/weights/kept_weights.py`` is the workers' side.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ T = TypeVar("T")
 KeepMode = Literal["auto", "host"] | None
 
 _KEEP_SECONDS: Final = 120.0
-"""Seconds for the hosts to keep the weights of an update."""
+"""Time limit in seconds for the hosts to copy the weights of an update."""
 
 _size = msgspec.msgpack.Decoder(int)
 _restored = msgspec.msgpack.Decoder(bool)
 
 
 class Kept:
-    """The kept weights of a pool. On each host, one worker copies its weights.
+    """The kept weights of a pool. One worker on each host copies its weights.
 
     Args:
-        mode: "auto": a host keeps the weights while only one worker has them. "host": each host
-            keeps them. None: no host does.
+        mode: "auto" keeps the weights while only one worker has them. "host" always keeps them on
+            each host. None never keeps them.
         host: ``host(worker)`` returns the name of the worker's host.
 
     Attributes:
-        sizes: bytes that the latest copies of each worker hold in the memory of its host.
+        sizes: the size in bytes of the latest copy of each worker, by the worker's index.
     """
 
     def __init__(
@@ -51,34 +51,34 @@ class Kept:
         self._questions = questions
         self._host = host
         self._task: asyncio.Task[None] | None = None
-        """Copies the current weights."""
+        """The task that copies the current weights, or None."""
         self._kept: dict[str, int] = {}
-        """The version that each host keeps."""
+        """The version that each host keeps, by the host's name."""
         self._refusals: set[tuple[int, str]] = set()
-        """Workers with errors that were logged. Later updates often have the same errors."""
+        """The worker and text of each logged error. Later updates often have the same errors."""
         self.sizes: dict[int, int] = {}
 
     # --- when -------------------------------------------------------------------------------------
 
     def begin(self) -> None:
-        """Let hosts keep the current weights if they must, once no update or copy runs."""
+        """Start to copy the current weights if that is necessary and no copy is running."""
         if (self._task is None or self._task.done()) and self._needed():
             self._task = asyncio.get_running_loop().create_task(self._keep())
 
     def interrupt(self) -> None:
-        """Stop the copy that runs, because an update is about to replace the weights."""
+        """Stop the running copy, because an update is about to replace the weights."""
         if self._task is not None:
             self._task.cancel()
 
     async def ended(self) -> None:
-        """Wait until no copy runs. Each copy has a deadline, so this wait ends."""
+        """Wait until no copy is running. Each copy has a deadline, so this wait ends."""
         if self._task is not None:
             await asyncio.wait([self._task])
 
     def _needed(self) -> Sequence[Rank]:
         """Return the ranks whose weights hosts must keep.
 
-        Every worker loads version 0 itself when it starts.
+        Version 0 is never kept, because every worker loads it itself.
         """
         versions = self._versions
         if self._mode is None or versions.current == 0 or versions.asleep:
@@ -90,7 +90,7 @@ class Kept:
     # --- copies -----------------------------------------------------------------------------------
 
     async def _keep(self) -> None:
-        # Each update and each copy has a deadline, so this wait ends.
+        # Each update and each copy has a deadline, so the wait for the lock ends.
         async with self._versions.lock:
             version, deadline = self._versions.current, Deadline(_KEEP_SECONDS)
             hosts: dict[str, dict[int, list[Rank]]] = {}
@@ -108,7 +108,7 @@ class Kept:
     async def _keep_on(
         self, host: str, workers: dict[int, list[Rank]], version: int, deadline: Deadline
     ) -> None:
-        # The copy is overwritten from now on.
+        # The worker overwrites the old copy of this host from now on.
         self._forget(host)
         for worker, ranks in sorted(workers.items()):
             try:
@@ -137,7 +137,7 @@ class Kept:
             del self.sizes[worker]
 
     def forget_all(self) -> None:
-        """Do not use any copy: a part of the weights has changed since, with the same version."""
+        """Drop all copies, because a part of the weights has changed without a new version."""
         self._kept.clear()
         self.sizes.clear()
 
@@ -153,16 +153,16 @@ class Kept:
         """Load the kept weights into all ranks of a worker. The caller holds the lock of updates.
 
         Returns:
-            False if the host does not keep them any more.
+            False if the host no longer has the weights.
 
         Raises:
-            SglrlError: a rank failed. The worker then has weights of no version.
+            SglrlError: a rank failed. The weights of the worker then have no version.
         """
         restored = await self._ask(
             receivers, lambda id_: RestoreWeights(id_, version, deadline.left), _restored, deadline
         )
         if not all(restored):
-            # The host's fork server has ended, and its memory with it.
+            # The host's fork server has exited, and its memory was freed.
             self._forget(self._host(receivers[0].worker))
         return all(restored)
 
@@ -173,7 +173,7 @@ class Kept:
         decoder: msgspec.msgpack.Decoder[T],
         deadline: Deadline,
     ) -> list[T]:
-        """Ask all ranks, and return their answers. When one of them fails, all stop."""
+        """Send a question to all ranks, and return the answers. If one rank fails, all stop."""
         asked = [
             asyncio.ensure_future(self._questions.ask(rank, make, decoder, deadline))
             for rank in ranks

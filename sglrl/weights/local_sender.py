@@ -1,4 +1,4 @@
-"""Weight updates from the driver's own process: the implementation of ``Client``'s methods."""
+"""Weight updates from the driver's own process, as ``Client``'s methods request them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TensorMetadata(msgspec.Struct, frozen=True):
     """The dtype and the shape of a tensor.
 
     Attributes:
-        dtype: as torch prints it, without "torch.".
+        dtype: the dtype as torch prints it, without "torch.".
     """
 
     dtype: str
@@ -33,13 +33,13 @@ class TensorMetadata(msgspec.Struct, frozen=True):
 
 
 class LocalSender:
-    """Sends weights from this process. Creates the sending end at the first use and keeps it."""
+    """Sends weights from this process. Keeps its sending end, created at the first use."""
 
     def __init__(self, channel: WeightChannel) -> None:
         self._channel = channel
         self._updates = channel.updates
         self._turn = asyncio.Lock()
-        """Held by a call that uses or replaces ``_end``."""
+        """Held by a call that uses or replaces the sending end."""
         self._end: Any = None
         self._manifest: Manifest | None = None
 
@@ -53,7 +53,7 @@ class LocalSender:
             self._end = None
 
     async def connect(self, device: Any, host: str | None, timeout: float) -> float:
-        """Form the group now. Return the milliseconds that this took."""
+        """Form the group before the first update. Return the duration in milliseconds."""
         deadline = Deadline(check_timeout(timeout))
         async with turn(self._turn, deadline):
             end = await self._ending(device, host, [], deadline)
@@ -79,7 +79,7 @@ class LocalSender:
         if self._manifest is None:
             self._manifest = Manifest()
         tensors = self._manifest.take(given.named, wanted)
-        # Read them before the wait for the lock: another update may change the manifest meanwhile.
+        # Read the specs before the wait for the lock, because another update may change them.
         specs, total = self._manifest.specs, self._manifest.total
         await check_ties(self._manifest, given, self._channel.checksums, wanted, deadline)
         async with turn(self._turn, deadline, wait=request.wait):
@@ -95,7 +95,7 @@ class LocalSender:
                 end.unload(payload)
 
     async def update_from_disk(self, path: Any, request: UpdateRequest) -> UpdateReport:
-        """Update the workers from a folder. They read its safetensors files themselves."""
+        """Update the workers from a folder, whose safetensors files they read themselves."""
         request.check(self._channel.version)
         deadline = Deadline(request.timeout, request.begun)
         wanted = await self._updates.describe(deadline)
@@ -123,7 +123,7 @@ class LocalSender:
     async def _check_tied_files(
         self, files: Checkpoint, tied: list[str], wanted: ModelDescription, deadline: Deadline
     ) -> None:
-        """Check tensors of files that the engine ties to other tensors, as ``update`` does."""
+        """Check the tied tensors in the files against the tensors to which the engine ties them."""
         from .tensor_source import Manifest, Taken
         from .verification import check_ties
 

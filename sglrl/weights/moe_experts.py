@@ -1,10 +1,10 @@
 """Mixture-of-experts modules: convert between merged tensors and tensors of single experts.
 
-Since version 5, transformers' modules hold all experts of a layer in one tensor. Checkpoints have
-one tensor per expert, and engines know the names in the checkpoints.
+Since version 5, the modules of transformers hold all experts of a layer in one tensor. Checkpoints
+have one tensor per expert, and engines use the names in the checkpoints.
 
-Source of the merging rules: transformers' ``conversion_mapping.py`` (5.12), "qwen2_moe" (which most
-models follow) and "mixtral".
+The source of the merging rules is transformers' ``conversion_mapping.py`` (5.12), "qwen2_moe"
+(which most models follow) and "mixtral".
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, Final, NamedTuple
 _MERGED: Final = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)")
 _IN_MIXTRAL: Final = ".mlp.", ".block_sparse_moe."
 EXPERT_NAMES: Final = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""The names of one expert's tensors in a checkpoint: first for most models, then for Mixtral."""
+"""The names of one expert's tensors in a checkpoint, for most models and for Mixtral."""
 
 
 class Part(NamedTuple):
@@ -24,7 +24,7 @@ class Part(NamedTuple):
 
     Attributes:
         name: the name of these rows in checkpoints.
-        expert: the index of the expert; None: the part is the whole tensor under another name.
+        expert: the index of the expert. None if the part is the whole tensor under another name.
     """
 
     name: str
@@ -53,7 +53,7 @@ def parts_of(name: str, shape: Sequence[int], known: Mapping[str, Any]) -> list[
 
 
 def _parts(name: str, shape: Sequence[int], names: tuple[str, str, str]) -> list[Part]:
-    """Return the parts of a tensor that holds all experts of a layer; else an empty list."""
+    """Return the parts of a tensor that holds all experts of a layer, otherwise an empty list."""
     merged = _MERGED.fullmatch(name)
     if merged is None or len(shape) != 3:
         return []
@@ -75,7 +75,7 @@ def names_apart(
     """Return the names and shapes that a module's tensors have in a checkpoint.
 
     Args:
-        names: the names of an expert's tensors in the checkpoint; an item of ``EXPERT_NAMES``.
+        names: the item of ``EXPERT_NAMES`` for the checkpoint.
     """
     separate = []
     for name, shape in tensors:
@@ -107,10 +107,10 @@ class Whole:
     """A DTensor that several sent tensors share.
 
     It has the attributes that a sender reads before it reads values. The full value is gathered
-    once and kept until the last use.
+    once and kept until its last use.
 
     Attributes:
-        uses: the number of ``full_tensor`` calls that are still to come.
+        uses: the number of ``full_tensor`` calls that are still expected.
     """
 
     def __init__(self, tensor: Any, uses: int) -> None:

@@ -1,7 +1,7 @@
 """Read the active LoRA adapter of a ``PeftModel``, and check that an engine computes the same.
 
-The modules of the model decide, and not only its configuration: scalings can be set, adapters can
-be merged, disabled or combined, and new versions of PEFT have new kinds of adapters.
+The check reads the modules of the model, because its configuration is not enough: scalings can be
+set, adapters can be merged, disabled or combined, and new versions of PEFT add kinds of adapters.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class _Wrapper:
     """PEFT's wrapper of a module of the base model, of any kind.
 
     Attributes:
-        parts: the parameters and buffers that the wrapper adds, by their names in it. The second
-            part of a name is the adapter.
+        parts: the parameters and buffers that the wrapper adds, by their names in the wrapper. The
+            second part of such a name is the name of the adapter.
     """
 
     def __init__(self, path: str, module: Any) -> None:
@@ -53,10 +53,10 @@ class _Wrapper:
         return {name.split(".")[1] for name in self.parts if "." in name}
 
     def check(self, adapter: str) -> None:
-        """Check that the wrapper adds ``scaling * B @ A @ x`` to the result of a linear layer.
+        """Check that the wrapper only adds ``scaling * B @ A @ x`` to the result of a linear layer.
 
         Raises:
-            InvalidAdapter: it does something else.
+            InvalidAdapter: the wrapper computes something else.
         """
         if adapter not in self.module.active_adapters:
             raise InvalidAdapter(
@@ -132,7 +132,7 @@ def _active(model: Any, wrappers: list[_Wrapper]) -> str:
     """Return the name of the only adapter that the model applies.
 
     Raises:
-        InvalidAdapter: it applies several adapters, or none, or an adapter is merged.
+        InvalidAdapter: the model applies several adapters or none, or an adapter is merged.
     """
     if any(one.module.disable_adapters for one in wrappers):
         raise InvalidAdapter(
@@ -153,7 +153,7 @@ def _active(model: Any, wrappers: list[_Wrapper]) -> str:
             "one with set_adapter, or combine them with add_weighted_adapter"
         )
     if not active:
-        # Adapters without wrappers, for example prompts, have another peft_type.
+        # Adapters without wrappers, for example prompts, have another ``peft_type``.
         for config in model.peft_config.values():
             checked_config(config)
         raise InvalidAdapter("the PeftModel has no active adapter; select one with set_adapter")

@@ -1,4 +1,4 @@
-"""The parts of the weight updates that a client uses. Local and remote pools implement them."""
+"""The interfaces for weight updates that a client uses. Local and remote pools implement them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from .update_request import UpdateRequest
 
 
 class WeightsPort(Protocol):
-    """The weights of a pool's workers.
+    """Reads the state of the weights of a pool's workers.
 
-    ``WeightChannel`` implements it for a local pool, ``remote.pool.RemoteWeights`` for a remote
-    pool.
+    ``WeightChannel`` implements the interface for a local pool, ``remote.pool.RemoteWeights`` for
+    a remote pool.
     """
 
     @property
     def version(self) -> int:
-        """Policy version of the last update; 0 after loading."""
+        """Policy version of the last update, or 0 before the first update."""
         ...
 
     @property
     def on_version(self) -> set[Callable[[], None]]:
-        """Functions to call when ``version``, or the version of an adapter, has changed."""
+        """Functions to call after a change of ``version`` or of the version of an adapter."""
         ...
 
     @property
@@ -43,14 +43,14 @@ class WeightsPort(Protocol):
         ...
 
     async def checksums(self, names: list[str], timeout: float | None) -> dict[Member, list[Shard]]:
-        """Return checksums of live tensor shards by rank. Waits for a running update."""
+        """Return checksums of live tensor shards by rank. Wait for a running update first."""
         ...
 
 
 class WeightSender(Protocol):
     """Sends tensors of this process to a pool's workers. ``Client`` documents the methods.
 
-    ``LocalSender`` implements it for a local pool, ``remote.client`` for a remote pool.
+    ``LocalSender`` implements the interface for a local pool, ``remote.client`` for a remote pool.
     """
 
     async def connect(self, device: Any, host: str | None, timeout: float) -> float: ...
@@ -60,5 +60,5 @@ class WeightSender(Protocol):
     ) -> UpdateReport: ...
 
     async def close(self) -> None:
-        """Free the sender's memory. The pool is already closed. A running update fails."""
+        """Free the sender's memory. The pool is already closed, so a running update fails."""
         ...

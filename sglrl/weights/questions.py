@@ -1,4 +1,4 @@
-"""Questions to ranks: messages that each await one answer, outside of updates."""
+"""Questions to ranks: messages outside of updates that each expect one answer."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ _shards = msgspec.msgpack.Decoder(list[Shard])
 
 
 class _Question(NamedTuple):
-    """A message to a rank that awaits its answer.
+    """A message to a rank that has not been answered yet.
 
     Attributes:
-        needs: the rank that must answer, and the rank that needs the answer, if any.
+        needs: the rank that must answer, then the rank that needs the answer, if any.
     """
 
     answer: asyncio.Future[RankAnswer]
@@ -57,7 +57,7 @@ class Questions:
         return len(self._open)
 
     async def describe(self, deadline: Deadline) -> ModelDescription:
-        """Return the tensors of the model. All ranks of one worker describe their part."""
+        """Return the tensors of the model, as described by all ranks of one worker together."""
         while True:
             ranks = await self._ranks.greeted(deadline)
             if not ranks:
@@ -81,7 +81,7 @@ class Questions:
         shards: dict[Member, list[Shard]] = {}
 
         async def ask(rank: Rank) -> None:
-            # A lost worker has no weights, so it is left out.
+            # A lost worker has no weights, so leave it out.
             with contextlib.suppress(WorkerLost):
                 shards[rank.member] = await self.ask(
                     rank, lambda id_: Checksums(id_, names), _shards, deadline
@@ -103,9 +103,9 @@ class Questions:
         """Send a message to ``rank`` and return the body of the answer.
 
         Args:
-            make: returns the message for an id.
-            decoder: decodes the body.
-            other: the rank that needs the answer, if any.
+            make: returns the message for a given id.
+            decoder: decodes the body of the answer.
+            other: the rank that needs the answer, or None.
 
         Raises:
             WorkerLost: ``rank`` or ``other`` is lost before the answer arrives.
@@ -147,7 +147,7 @@ class Questions:
         return True
 
     def is_late(self, id_: int) -> bool:
-        """Return True if a message had this id, and is not an open question."""
+        """Return True if a past message had this id, and no open question has it."""
         return 0 < id_ <= self._ranks.last_id and id_ not in self._open
 
     def lost(self, ranks: Iterable[Rank]) -> None:

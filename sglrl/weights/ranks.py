@@ -1,4 +1,4 @@
-"""The driver's record of each process that takes part in weight updates, and its connection."""
+"""The driver's records of the worker processes that take part in weight updates."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class DriverPort(Protocol):
 class Rank:
     """One process of a worker, from its start until the worker is lost or away.
 
-    A process that returns has another ``Rank``, with the same identity. A replacement process has
-    the same ``member`` but another ``Rank``. Code that waits for a process keeps its ``Rank``, so
-    it cannot mistake another one for it.
+    A process that returns has another ``Rank`` with the same identity. A replacement process has
+    another ``Rank`` with the same ``member``. Code that waits for a process keeps its ``Rank``, so
+    it cannot mistake another process for it.
 
     Attributes:
         member: the indices of the worker and of the rank.
         identity: the identity of the process at the driver's router.
-        returns: the process was away before, and its worker may return.
-        hello: the first message of the process; cancelled if the process is lost before it arrives.
+        returns: whether the process was away before, and its worker may return.
+        hello: the first message of the process. Cancelled if the process is lost before it.
         connection: the number of the connection on which ``hello`` arrived.
-        lost: True once the worker is lost.
-        manifest: the last manifest that the process has accepted, and the id of that message. A
+        lost: whether the worker is lost.
+        manifest: the last manifest that the process has accepted, and the id of its message. A
             trainer sends the same manifest each time, and encoding it takes half a millisecond.
     """
 
@@ -60,7 +60,7 @@ class Rank:
 
     @property
     def settings(self) -> RankSettings:
-        """Return the settings of the process. Call it only after ``hello`` is done."""
+        """The settings of the process. Available only after ``hello`` is done."""
         return self.hello.result()
 
     def check(self) -> None:
@@ -101,7 +101,7 @@ class Ranks:
         self._past: set[bytes] = set()
         """Identities of lost ranks. Their last messages may arrive after the loss."""
         self._has_weights = False
-        """True once a rank was added: the engine has weights to update."""
+        """Whether a rank was ever added, so the engine has weights to update."""
 
     def attach(self, driver: DriverPort) -> None:
         self._driver = driver
@@ -137,7 +137,7 @@ class Ranks:
 
     @property
     def up(self) -> list[Rank]:
-        """Return every rank of every worker that is up.
+        """The ranks of all workers that are up.
 
         A worker that is still starting gets the weights once it is up: see ``WeightChannel.sync``.
         """
@@ -154,7 +154,7 @@ class Ranks:
             self._driver.send_to_peer(rank.identity, encode(message))
 
     async def greeted(self, deadline: Deadline) -> list[Rank]:
-        """Wait until a worker is up and each of its ranks has sent ``RankHello``; return the ranks.
+        """Return the ranks of the workers that are up. Wait for a worker and for all hellos.
 
         Raises:
             UsageError: the engine has no weights to update.
@@ -192,7 +192,7 @@ async def all_said_hello(ranks: Iterable[Rank], deadline: Deadline) -> None:
     """Wait until each rank has sent ``RankHello`` or is lost.
 
     Raises:
-        WeightUpdateError: a rank did neither in time.
+        WeightUpdateError: a rank did not send ``RankHello`` in time and is not lost.
     """
     waiting = [rank.hello for rank in ranks if not rank.hello.done()]
     if waiting:

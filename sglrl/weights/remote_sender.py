@@ -1,4 +1,4 @@
-"""``Sender``: sends weights from a trainer in another process than the rollouts."""
+"""``Sender`` sends weights from a trainer that runs in another process than the rollouts."""
 
 from __future__ import annotations
 
@@ -57,11 +57,11 @@ logger = logging.getLogger("sglrl.weights")
 _report = msgspec.msgpack.Decoder(UpdateReport)
 MIN_SILENCE = 5.0
 _OF_THE_CLIENT = {cls.__name__: cls for cls in (Closed, DeadlineExceeded, WorkerLost)}
-"""Errors that the workers' client raises, and that no worker answers with."""
+"""Errors that only the workers' client raises. No worker reports them."""
 
 
 class Sender:
-    """Sends weights to the workers of a client in another process. An async context manager.
+    """Sends weights to the workers of a client in another process. Use it as an async context.
 
     ::
 
@@ -91,7 +91,7 @@ class Sender:
         self._welcome: asyncio.Future[SenderAccepted] = asyncio.get_running_loop().create_future()
         self._version = 0
         self._lost = ""
-        """The reason why this sender can no longer be used; "" while it can."""
+        """The reason why this sender can no longer be used, or ""."""
         self._heard = False
         self._unclosed: weakref.finalize[..., Any] | None = None
 
@@ -111,16 +111,15 @@ class Sender:
         """Connect to a client's ``weights_address``.
 
         Args:
-            device: the GPU (or "cpu") that sends; None: the current CUDA device, or the CPU if
-                there is none.
+            device: the GPU (or "cpu") that sends. None selects the current CUDA device, or the CPU
+                if there is none.
             host: an address of this process that the workers can reach.
-            timeout: seconds until the client must have answered.
+            timeout: the maximum seconds until the client answers.
             keys: a folder with ``driver.public`` and one client's secret key, or the file of a
                 secret key. ``sglrl keys`` creates both for the client's ``launch(keys=...)``.
-            insecure: connect to another machine without keys.
+            insecure: whether to connect to another machine without keys.
             heartbeat_timeout: over tcp, the client is treated as lost if nothing arrives from it
-                for this many seconds; see ``sglrl.launch``. None: no heartbeats.
-
+                for this many seconds; see ``sglrl.launch``. None turns heartbeats off.
         Raises:
             UsageError: the address is not the address of a weight channel, it needs keys, or
                 heartbeat_timeout is not above 0.
@@ -170,8 +169,8 @@ class Sender:
         )
         sender = cls(dealer, device, host)
         sender._unclosed = warn_unless_closed(sender, f"the Sender connected to {url}")
-        # A weak reference: the thread that calls ``tell`` must not keep alive a sender that the
-        # user never closes.
+        # Use a weak reference, because the thread that calls ``tell`` must not keep alive a sender
+        # that the user never closes.
         lose = weakref.WeakMethod(sender._lose)
         reason = "the client has ended or cannot be reached"
         broken.add_done_callback(lambda _: (end := lose()) and end(reason))
@@ -207,7 +206,7 @@ class Sender:
         await self.close()
 
     async def close(self) -> None:
-        """Leave the group, disconnect and give up a running update. Can be called repeatedly."""
+        """Leave the group, disconnect and give up a running update. May be called repeatedly."""
         with contextlib.suppress(Closed):
             if self._proposal is not None:
                 self._send(Withdraw(self._proposal[0]))
@@ -235,7 +234,7 @@ class Sender:
         """Set the model that ``update()`` sends by default.
 
         Args:
-            model: a module, mapping, TensorDict or iterable of pairs. Every update reads it again.
+            model: a module, mapping, TensorDict or iterable of pairs. Each update reads it again.
         """
         self._model = model
 
@@ -247,25 +246,25 @@ class Sender:
         """Update the workers' weights, as ``Client.update_weights`` does.
 
         If the caller is cancelled, the update is given up. The call then returns only after the
-        client has reported the end of the update. Until then, the tensors are read. If the
-        cancellation comes too late, the workers have the new weights.
+        client has reported the end of the update, because the tensors are read until then. If the
+        cancellation comes too late, the workers get the new weights.
 
         Args:
-            weights: the weights to send; None: the registered model.
-            **options: the options of ``Client.update_weights`` that do not concern the sending
-                device, the host or adapters. ``timeout`` includes the wait for another update of
+            weights: the weights to send. None sends the registered model.
+            **options: the options of ``Client.update_weights``, except the options for the sending
+                device, the host and adapters. ``timeout`` includes the wait for another update of
                 this sender.
 
         Raises:
             Closed: this sender is closed.
             WeightUpdateError: the update failed, or the client sent nothing for ``timeout`` seconds
-                (at least five, because the client may be busy). In the second case, this sender can
-                no longer be used.
+                (for at least five, because the client may be busy). If the client sent nothing,
+                this sender can no longer be used.
         """
         return await self.update_as(weights, UpdateRequest.of(options))
 
     async def update_as(self, weights: Any, request: UpdateRequest) -> UpdateReport:
-        """Run ``update`` with a request that was created at the time of the call."""
+        """Run ``update`` with a request that the caller has created."""
         from .bucket_sender import Payload
         from .tensor_source import take
         from .verification import check_ties
@@ -298,10 +297,10 @@ class Sender:
             return report
 
     async def _checksums(self, names: list[str], timeout: float | None) -> dict[int, list[Shard]]:
-        """Return checksums of live tensor shards. A running update is awaited first.
+        """Return checksums of live tensor shards. The client first waits for a running update.
 
         Raises:
-            UpdateInProgress: the running update does not end in time.
+            UpdateInProgress: the running update did not end in time.
             WeightUpdateError: the client did not answer.
         """
         seconds = 60.0 if timeout is None else timeout
@@ -323,7 +322,7 @@ class Sender:
     async def _proposed_and_ended(self, request: UpdateRequest) -> UpdateReport:
         """Propose the update and wait for its end.
 
-        If the caller is cancelled, withdraw the update and still wait for its end.
+        If the caller is cancelled, withdraw the update, and still wait for its end.
         """
         self._next_id += 1
         id_ = self._next_id
@@ -350,7 +349,7 @@ class Sender:
             )
             while not future.done():
                 self._heard = False
-                # A live client answers at once, even during a long update.
+                # The client answers this message at once, even during a long update.
                 self._send(RankHello(self._end.settings))
                 try:
                     await asyncio.wait([future], timeout=silence)
@@ -371,7 +370,7 @@ class Sender:
     # --- inside -----------------------------------------------------------------------------------
 
     def _lose(self, why: str) -> None:
-        """Mark the client as lost. The running update fails, and later messages have no effect."""
+        """Mark the client as lost. Fail the running update, and ignore later messages."""
         if not self._lost:
             self._lost = f"{why}; connect again, to the one that is there"
             self._end.close()
@@ -380,7 +379,7 @@ class Sender:
             future.set_exception(WeightUpdateError(self._lost))
 
     def _waiting(self) -> list[asyncio.Future[Any]]:
-        """Return the futures of a proposal and of a question that the client has not answered."""
+        """Return the open futures of the proposal and of the question, if any."""
         proposal = None if self._proposal is None else self._proposal[1]
         return [f for f in (proposal, self._question) if f is not None and not f.done()]
 
@@ -430,7 +429,7 @@ class Sender:
 
 
 def _error_of(body: ErrorBody) -> SglrlError:
-    """Return the error that the client reported."""
+    """Return the error that the client has reported in an answer."""
     own = _OF_THE_CLIENT.get(body.kind)
     if own is not None:
         return own(body.message)

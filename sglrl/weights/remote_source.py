@@ -1,4 +1,4 @@
-"""The driver's side of senders in other processes: which are admitted, and what they request."""
+"""The driver's side of senders in other processes: admit them, and run the updates they propose."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ A sender stays admitted until it reports ``SenderClosed``. A crashed sender neve
 
 
 class RemoteSource:
-    """A sender in another process, and the task of the update that it proposed.
+    """A sender in another process, and the task that runs its current request.
 
     Args:
         tell: sends a message to the sender.
@@ -62,7 +62,7 @@ class RemoteSource:
         self._task: asyncio.Task[None] | None = None
         self._id = 0
         self._specs: list[TensorSpec] = []
-        """The specs of the last proposal. An equal proposal keeps this list object."""
+        """The specs of the last proposal. If the next proposal is equal, the list object stays."""
 
     def ask(self, message: ToRank) -> None:
         self._tell(self, message)
@@ -100,12 +100,12 @@ class RemoteSource:
                 task = self._start(lambda: self._propose(message, begun))
                 task.add_done_callback(lambda task: self._withdrawn(task, id_))
             case RankHello():
-                # The sender checks whether the driver is still there.
+                # The sender sends this to check that the driver still runs.
                 self.ask(SenderAccepted(self._updates.versions.current, [], []))
             case AskChecksums():
                 self._start(lambda: self._checksums(message))
             case Withdraw(id=id_):
-                # An update that has ended needs no end.
+                # Ignore the withdrawal of an earlier proposal, which has already ended.
                 if self._task is not None and id_ == self._id:
                     self._task.cancel()
             case _:
@@ -138,7 +138,7 @@ class RemoteSource:
             self.ask(Proposed(id_, error))
 
     def _start(self, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Cancel the current task, and start a task that waits for its end and then does ``work``.
+        """Cancel the current task. Start a task that waits for its end, then does ``work``.
 
         A sender that proposes again has given up its earlier proposal.
         """
@@ -179,7 +179,7 @@ class RemoteSource:
 
 
 class RemoteSenders:
-    """The senders in other processes that are admitted. ``len`` counts them."""
+    """The admitted senders in other processes. ``len`` counts them."""
 
     def __init__(self, updates: Updates) -> None:
         self._updates = updates
@@ -207,7 +207,7 @@ class RemoteSenders:
         return f"{self._address}#{self._token}"
 
     def knows(self, identity: bytes) -> bool:
-        """Return True for the identity of an admitted sender, and of a sender with the secret."""
+        """Return True if the sender with this identity is admitted or knows the secret."""
         kind, _, rest = identity.partition(b"/")
         token, _, _ = rest.partition(b"/")
         return identity in self._admitted or (
@@ -227,22 +227,22 @@ class RemoteSenders:
                 return sender is not None and sender.receive(message)
 
     def find_lost(self) -> None:
-        """Send every sender a message. Sending it finds lost senders."""
+        """Send every sender a message, because sending detects lost senders."""
         for sender in list(self._admitted.values()):
             # The message has no effect, because the ids of proposals start at 1.
             self._tell(sender, Proposed(0, None))
 
     def _tell(self, sender: RemoteSource, message: ToRank) -> None:
-        """Send a message to a sender. If the sender is lost, end its update."""
+        """Send a message to a sender. If the sender is lost, end its update instead."""
         if self._driver is not None and self._driver.send_to_peer(sender.identity, encode(message)):
             return
         self._admitted.pop(sender.identity, None)
         self._updates.sender_lost(sender)
 
     def _admit(self, identity: bytes, settings: RankSettings) -> bool:
-        """Admit a sender. Return False if there are too many busy senders.
+        """Admit a sender. Return False if there are too many senders that cannot be dismissed.
 
-        The sender of the current group is not dismissed for another sender.
+        The sender of the current group and busy senders are not dismissed for another sender.
         """
         if len(self._admitted) >= _MAX_SENDERS:
             others = (

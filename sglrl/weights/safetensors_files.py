@@ -1,4 +1,4 @@
-"""Checkpoints in folders of safetensors files (https://github.com/huggingface/safetensors)."""
+"""Read checkpoints in folders of safetensors files (https://github.com/huggingface/safetensors)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _DTYPES = {
 
 
 class _Entry(msgspec.Struct):
-    """The entry of one tensor in the header of a file."""
+    """The header entry of one tensor in a file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -46,8 +46,8 @@ class _Index(msgspec.Struct):
 def weight_files(folder: Path) -> list[Path]:
     """Return the files that hold the model's tensors, sorted.
 
-    If the folder has an index, these are the files that the index names: other files may hold the
-    same tensors in another form. Otherwise these are all safetensors files.
+    If the folder has an index, return the files in the index, because other files may hold the same
+    tensors in another form. Otherwise return all safetensors files.
 
     Raises:
         ModelError: there are no files, a file of the index is missing, the index is malformed, or
@@ -77,7 +77,7 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def fingerprint(files: list[Path]) -> list[tuple[str, int, int, int]]:
-    """Return values that differ after a file has changed.
+    """Return values that change when one of the files changes.
 
     Returns:
         For each file: its name, size in bytes, time of the last change in ns, and inode.
@@ -94,7 +94,7 @@ class Checkpoint(NamedTuple):
 
     Attributes:
         specs: the specs in the headers of the files, in order.
-        file_of: the file of each tensor, by name.
+        file_of: the file of each tensor, by the tensor's name.
     """
 
     files: list[Path]
@@ -102,7 +102,7 @@ class Checkpoint(NamedTuple):
     file_of: dict[str, Path]
 
     def naming_files(self, message: str) -> str:
-        """Return a message about tensors, with the names of the files that hold them."""
+        """Append to a message about tensors the names of the files that hold the tensors."""
         words = dict.fromkeys(re.split(r"[\s,;:]+", message))
         named = [word for word in words if word in self.file_of]
         if len({self.file_of[name] for name in named}) == 1:
@@ -111,7 +111,7 @@ class Checkpoint(NamedTuple):
         return message + (f" ({', '.join(places)})" if places else "")
 
     def read(self, name: str) -> Any:
-        """Return a tensor."""
+        """Read a tensor from its file."""
         from safetensors import safe_open
 
         with safe_open(self.file_of[name], framework="pt", device="cpu") as file:
@@ -121,10 +121,10 @@ class Checkpoint(NamedTuple):
 def read_checkpoint(path: Any) -> Checkpoint:
     """Read the headers of the safetensors files in a folder.
 
-    A dtype that weights cannot have keeps its name from the header.
+    A dtype that weights cannot have keeps the name that it has in the header.
 
-    A file starts with eight bytes that hold the length of the header. The header follows as JSON,
-    then the data.
+    A file starts with the length of the header, in eight bytes. The header follows as JSON, then
+    the data.
 
     Raises:
         ModelError: the folder does not exist, or one of its files is not a safetensors file.

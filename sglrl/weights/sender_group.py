@@ -1,4 +1,4 @@
-"""The group of a sender and ranks, as the driver knows it. ``group`` holds the processes' side."""
+"""The driver's record of the group of a sender and ranks. ``group`` is the processes' side."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .update_request import Source
 
 
 class SenderGroup:
-    """The current group: at most one, because a rank that joins a group leaves its previous group.
+    """The current group. At most one exists, because a rank that joins a group leaves the last one.
 
     Args:
-        host: ``host(worker)`` returns the name of the worker's host; empty: the driver's machine.
+        host: ``host(worker)`` returns the name of the worker's host. Empty on the driver's machine.
 
     Attributes:
-        source: the sender of the current group; None if there is no group.
+        source: the sender of the current group, or None if there is no group.
     """
 
     def __init__(self, host: Callable[[int], str] = lambda worker: "") -> None:
@@ -36,26 +36,26 @@ class SenderGroup:
         self.source, self._ranks = source, frozenset(ranks)
 
     def dissolve(self) -> None:
-        """Record that there is no current group."""
+        """Record that there is no current group any more."""
         self.source, self._ranks = None, frozenset()
 
     def forget(self, source: Source) -> None:
-        """Dissolve the current group if it is the group of this source."""
+        """Dissolve the current group if this source is its sender."""
         if self.source is source:
             self.dissolve()
 
     def lost(self, ranks: Iterable[Rank]) -> None:
-        """Dissolve the current group if one of these lost ranks was in it."""
+        """Dissolve the current group if it contained one of these lost ranks."""
         if not self._ranks.isdisjoint(ranks):
             self.dissolve()
 
     def joins(
         self, id_: int, source: Source, ranks: Mapping[Member, Rank], timeout: float
     ) -> dict[Member, Join]:
-        """Return the ``Join`` message of each member of a new group, which assigns its rank.
+        """Return the ``Join`` message for each member of a new group, with its rank.
 
-        Members on the sender's GPU get no rank: they read the sender's memory. Of several members
-        on another host, only the first one gets a rank: it is the relay of the others.
+        Members on the sender's GPU get no rank, because they read the sender's memory. Of several
+        members on another host, only the first gets a rank, and relays the weights to the others.
         """
         ours = source.settings
         self._number += 1

@@ -1,4 +1,4 @@
-"""Convert a caller's weights to named tensors, and select the tensors that are sent."""
+"""Convert a caller's weights to named tensors, and select the tensors to send."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .moe_experts import Part, Whole, parts_of, take_apart
 Named = list[tuple[str, torch.Tensor]]
 
 _WRAPPERS: Final = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-"""Parts that torch adds to the names of a module's tensors when it compiles, shards or checkpoints
-a part of the module."""
+"""Parts that torch adds to the names of tensors when it compiles, shards or checkpoints a part of a
+module."""
 
 
 class Taken(NamedTuple):
@@ -24,7 +24,7 @@ class Taken(NamedTuple):
 
     Attributes:
         named: the tensors by name.
-        ready: one event for each CUDA device. It follows the work that was on the caller's stream.
+        ready: one event for each CUDA device, which follows the work on the caller's stream.
     """
 
     named: Named
@@ -34,8 +34,8 @@ class Taken(NamedTuple):
 def take(weights: Any) -> Taken:
     """Record the state of a caller's weights at this moment.
 
-    Call it on the caller's thread, with the caller's streams current. It raises the errors of
-    ``named_tensors``.
+    Call this on the caller's thread, with the caller's streams current. It raises the same errors
+    as ``named_tensors``.
     """
     if isinstance(weights, Taken):
         return weights
@@ -53,8 +53,8 @@ def take(weights: Any) -> Taken:
 def named_tensors(weights: Any) -> Named:
     """Return the (name, tensor) pairs of a caller's weights.
 
-    The tensors are not copied. Some may be parameters. A module's tied parameters appear under each
-    of their names. The names do not contain the wrappers that torch puts around a module
+    The tensors are not copied, and may be parameters. A module's tied parameters appear under each
+    of their names. The names do not contain the prefixes of torch's wrappers around a module
     (``torch.compile``, ``DistributedDataParallel``, FSDP).
 
     Args:
@@ -63,8 +63,8 @@ def named_tensors(weights: Any) -> Named:
 
     Raises:
         UsageError: ``weights`` has another type.
-        InvalidWeights: an item is not a (name, tensor) pair, or its tensor is on the meta device
-            or not dense. Or the module has adapters of PEFT.
+        InvalidWeights: an item is not a (name, tensor) pair, its tensor is on the meta device or
+            not dense, or the module has adapters of PEFT.
     """
     pairs: Iterable[Any]
     if isinstance(weights, torch.nn.Module):
@@ -99,16 +99,16 @@ def named_tensors(weights: Any) -> Named:
         if tensor.layout is not torch.strided:
             raise InvalidWeights(f"{name} is {tensor.layout}; weights are dense (to_dense())")
         if tensor.is_neg():
-            # A lazily negated view: its memory holds the values before the negation.
+            # The tensor is a lazily negated view, whose memory holds the values before negation.
             tensor = tensor.resolve_neg()
         checked.append((name, tensor))
     return own_names(checked)
 
 
 def _check_no_adapter(module: torch.nn.Module) -> None:
-    """Raise ``InvalidWeights`` for a ``PeftModel``: its tensors have other names, and more of them.
+    """Raise ``InvalidWeights`` for a ``PeftModel``, whose tensors have other names than the model.
 
-    A merged model, which ``merge_and_unload`` returns, is not one any more.
+    A merged model, which ``merge_and_unload`` returns, is not a ``PeftModel`` any more.
     """
     wraps = any(
         hasattr(part, "adapter_layer_names") and hasattr(part, "active_adapters")
@@ -120,7 +120,7 @@ def _check_no_adapter(module: torch.nn.Module) -> None:
 
 
 def own_names(named: Iterable[tuple[str, torch.Tensor]]) -> Named:
-    """Remove the parts of names that torch adds when it wraps a part of a module."""
+    """Remove the parts of tensor names that torch adds when it wraps a part of a module."""
     renamed: Named = []
     for name, tensor in named:
         for wrapper in _WRAPPERS:
@@ -131,10 +131,10 @@ def own_names(named: Iterable[tuple[str, torch.Tensor]]) -> Named:
 
 
 def unwrapped(module: Any) -> Any:
-    """Return the module in ``torch.compile``, ``DistributedDataParallel`` and the like.
+    """Return the module inside ``torch.compile``, ``DistributedDataParallel`` and similar wrappers.
 
-    Such a wrapper has one child, "_orig_mod" or "module", and no parameters of its own. No
-    checkpoint has names with these prefixes.
+    Such a wrapper has one child, "_orig_mod" or "module", and no parameters itself. No checkpoint
+    has names with these prefixes.
     """
     while isinstance(module, torch.nn.Module):
         children = [*module._modules]
@@ -160,12 +160,12 @@ def _persistent_buffers(module: torch.nn.Module) -> Named:
 class Manifest:
     """Selects the tensors that are sent, with their names and dtypes.
 
-    The selection is kept for the next update: a trainer sends the same names each time, and the
-    selection takes a millisecond for a few hundred names.
+    The selection is kept for the next update, because a trainer sends the same names each time, and
+    selecting takes a millisecond for a few hundred names.
 
     Attributes:
-        specs: the specs of the tensors that were last taken.
-        total: their size in bytes.
+        specs: the specs of the tensors that the last ``take`` selected.
+        total: the total size of these tensors in bytes.
     """
 
     def __init__(self) -> None:
@@ -183,8 +183,8 @@ class Manifest:
 
         ``specs`` has the dtypes that the engine keeps. It stays the same list object while the
         names, dtypes and shapes do not change. Tensors that the model does not keep are left out. A
-        tensor that holds several experts is split. A second name of a tensor that is sent is left
-        out if the model does not know the name.
+        tensor that holds several experts is split. If a tensor is sent under one name, a second
+        name is left out if the model does not know the second name.
 
         Raises:
             InvalidWeights: there are no tensors, a tensor does not hold floating-point numbers, a
@@ -202,7 +202,7 @@ class Manifest:
                 if name not in known and (parts := parts_of(name, shape, known)):
                     parts_by_index[index] = parts
             sent, specs = _specs(_apart(given, parts_by_index), wanted, unused)
-            # Set after all checks, so that an error keeps the previous selection.
+            # Set the results after all checks, so that an error keeps the previous selection.
             self.total = total_bytes(specs)
             self._parts, self._sent, self.specs = parts_by_index, sent, specs
             at = {name: index for index, (name, _) in enumerate(named)}
@@ -225,7 +225,7 @@ class Manifest:
         """Raise ``InvalidWeights`` if a DTensor of several ranks would be left out.
 
         ``gather`` gathers all DTensors, so the other ranks would wait for a DTensor that is not
-        sent. A DTensor that shares the memory of a sent tensor is allowed.
+        sent. A left-out DTensor that shares the memory of a sent tensor is allowed.
         """
         if len(self._sent) == len(spread):
             return
@@ -259,9 +259,9 @@ class Manifest:
         return tensors
 
     def untied(self, named: Named) -> list[tuple[str, str]]:
-        """Return the names of tied tensors with different values, from the last ``take``.
+        """Return the name pairs of tied tensors with different values, from the last ``take``.
 
-        The first name of each pair is left out, because the engine ties it to the second.
+        The first name of each pair is not sent, because the engine ties it to the second name.
         """
         return [
             (named[one][0], named[other][0])
@@ -273,13 +273,13 @@ class Manifest:
         """Return the tensors of the last ``take`` that are left out without their tied tensor.
 
         Returns:
-            For each: its name, the name of the tensor to which the engine ties it, and the tensor.
+            For each tensor: its name, the name to which the engine ties it, and the tensor.
         """
         return [(named[index][0], twin, named[index][1]) for index, twin in self._alone]
 
 
 def _second_names(named: Named, wanted: ModelDescription) -> set[str]:
-    """Return names that the model does not know, of tensors that are given under a known name."""
+    """Return unknown names of tensors that are also given under a known name."""
     if len({id(tensor) for _, tensor in named}) == len(named):
         return set()
     known = {spec.name for spec in wanted.tensors}
@@ -288,7 +288,7 @@ def _second_names(named: Named, wanted: ModelDescription) -> set[str]:
 
 
 def _apart(given: list[Any], parts: Mapping[int, list[Part]]) -> list[Any]:
-    """Return (name, dtype, shape) of the tensors that ``Manifest.spread`` returns."""
+    """Return the (name, dtype, shape) of the tensors that ``Manifest.spread`` returns."""
     apart = []
     for index, (name, dtype, shape, *_) in enumerate(given):
         for part in parts.get(index, [Part(name)]):
@@ -300,7 +300,7 @@ def _apart(given: list[Any], parts: Mapping[int, list[Part]]) -> list[Any]:
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
     if any(tensor.device_mesh.size() > 1 for tensor in (one, other) if _is_sharded(tensor)):
         # Reading the full value is a collective of the mesh, which the other ranks do not expect.
-        # ``_check_left_out`` has found that the two are one tensor.
+        # ``_check_left_out`` has already checked that both are the same tensor.
         return True
     one, other = whole(one), whole(other)
     if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
@@ -316,10 +316,10 @@ def _is_sharded(tensor: Any) -> bool:
 def _specs(
     given: list[Any], wanted: ModelDescription, unused: Collection[str] = ()
 ) -> tuple[list[int], list[TensorSpec]]:
-    """Return the indices of the tensors that are sent, and their specs.
+    """Return the indices of the tensors to send, and their specs.
 
     Args:
-        unused: names that are left out.
+        unused: names of tensors to leave out.
     """
     dtypes = {spec.name: spec.dtype for spec in wanted.tensors}
     shapes = {spec.name: spec.shape for spec in wanted.tensors}
@@ -367,18 +367,18 @@ def check_metadata(
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a DTensor's full value, or any other tensor unchanged.
 
-    The full value of a DTensor is a collective of its mesh.
+    Reading the full value of a DTensor is a collective of its mesh.
     """
     full = getattr(tensor, "full_tensor", None)
     return full() if full is not None else tensor
 
 
 def gather(weights: Any) -> None:
-    """Take part in the gathering of DTensors. For the ranks of a trainer that do not send.
+    """Take part in the gathering of DTensors, on the ranks of a trainer that do not send.
 
     DTensors are gathered in the same order as on the sending rank, and tied DTensors only once. If
-    the sending rank raises before it has gathered all DTensors, this function waits until the
-    timeout of the process group.
+    the sending rank raises an error before it has gathered all DTensors, this function waits until
+    the time limit of the process group.
     """
     seen = set()
     with torch.no_grad():
@@ -391,7 +391,7 @@ def gather(weights: Any) -> None:
 
 
 def _gathered_once(named: Named) -> Named:
-    """Replace tied DTensors by one shared ``Whole``, so that each full value is gathered once."""
+    """Replace tied DTensors by one ``Whole``, so that each full value is gathered only once."""
     wholes: dict[Any, Whole] = {}
     gathered: Named = []
     for name, tensor in named:

@@ -1,8 +1,8 @@
-"""A process group that a trainer forms, as clients of SGLang's server do, and that this one joins.
+"""Join a process group that a trainer forms, as clients of SGLang's server do.
 
-Source: ``init_custom_process_group`` and ``update_weights_from_distributed`` of SGLang 0.5.17, and
-``_new_process_group_helper`` of torch, for the keys in the store. Rank 0 sends every tensor with
-one broadcast, or the bytes of all of them with a single one.
+Sources: ``init_custom_process_group`` and ``update_weights_from_distributed`` of SGLang 0.5.17,
+and ``_new_process_group_helper`` of torch for the keys in the store. Rank 0 sends either one
+broadcast for each tensor, or a single broadcast with the bytes of all tensors.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from .group import Group, local_address
 
 
 class TrainerGroup:
-    """One rank that receives. The methods block; they may be called from one thread at a time.
+    """One rank that receives. The methods block. Only one thread at a time may call them.
 
     Args:
         backend: "nccl", or "gloo" for tensors on the CPU.
         gpu: the device for NCCL.
         address, port: the address and the port of the trainer's store.
         rank: the rank of this process. Rank 0 is the trainer.
-        size: number of ranks.
-        timeout: the seconds to form the group, and for all tensors of one ``receive``.
+        size: the number of ranks.
+        timeout: time limit in seconds to form the group, and for all tensors of one ``receive``.
 
     Raises:
         InvalidRequest: the backend or the rank is wrong.
@@ -73,11 +73,11 @@ class TrainerGroup:
         """Return the tensors that the trainer sends, by name, on the device of the group.
 
         Args:
-            flat: they come in one broadcast, as bytes one after another.
+            flat: whether one broadcast sends all tensors, as bytes one after another.
 
         Raises:
             InvalidRequest: a dtype is unknown, or there is no memory. Nothing was received.
-            WeightUpdateError: the trainer is lost, or did not send them in time. The
+            WeightUpdateError: the trainer is lost, or did not send the tensors in time. The
                 group cannot be used any more.
         """
         types = [_dtype(spec.dtype) for spec in specs]
@@ -106,12 +106,12 @@ class TrainerGroup:
             raise WeightUpdateError(f"the trainer's weights did not arrive: {error}") from error
         if flat:
             parts = zip(pieces[0].split(sizes), types, specs, strict=True)
-            # A part may begin at an address that does not suit its dtype.
+            # Copy each part, because it may start at an address that is not aligned for its dtype.
             pieces = [part.clone().view(type_).view(spec.shape) for part, type_, spec in parts]
         return {spec.name: piece for spec, piece in zip(specs, pieces, strict=True)}
 
     def abort(self) -> None:
-        """End a running ``receive``. Can be called from any thread."""
+        """End a running ``receive``. Any thread may call this."""
         self._group.abort()
 
     def close(self) -> None:

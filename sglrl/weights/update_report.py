@@ -10,14 +10,14 @@ from ..core.weight_update import COMMIT, JOIN, PREPARE, STAGE
 
 
 class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished weight update. Times are milliseconds.
+    """The report of one finished weight update. Times are in milliseconds.
 
     Attributes:
         version: the policy version that all of ``workers`` have now.
-        bytes: the size of the tensors that were sent.
-        workers: indices of the workers that took part to the end.
-        mode: "full" (staged while generation continued), "bucketed" (during a pause, because a
-            worker had no room for a second copy), or "disk".
+        bytes: the total size of the tensors that were sent.
+        workers: the indices of the workers that took part until the end.
+        mode: "full" if the weights were staged while generation continued, "bucketed" if they were
+            sent during a pause because a worker had no room for a second copy, or "disk".
         join_ms: time to form the group of sender and workers; 0 if the group already existed.
         prepare_ms: time until every rank had checked the manifest and allocated memory.
         gather_ms: time to gather, cast and move the tensors on the sender. This work overlaps with
@@ -28,7 +28,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
         commit_ms: time until every rank had made the new weights live.
         total_ms: time from the call to its return.
         pause_ms: for each worker, in order, the time during which no decode step could run.
-        attempts: more than 1 if workers were lost and the update was repeated without them.
+        attempts: the number of attempts. The update is repeated when workers are lost.
     """
 
     version: int
@@ -65,7 +65,7 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PhaseTimes:
-    """Measures the phases of one update. An attempt that is repeated measures them again.
+    """Measures the phases of one update. A repeated attempt measures its phases again.
 
     Args:
         begun: the time of the call, on ``time.perf_counter``.
@@ -79,7 +79,7 @@ class PhaseTimes:
         self._at[phase] = time.perf_counter()
 
     def ended(self) -> dict[str, float]:
-        """Return the times of the phases of an update that ends now, by the report's names."""
+        """End the last phase now, and return the times by their names in ``UpdateReport``."""
         at, end = self._at, time.perf_counter()
         return {
             "join_ms": (at[PREPARE] - at[JOIN]) * 1e3 if JOIN in at else 0.0,

@@ -22,11 +22,11 @@ MODES = ("auto", "full", "bucketed")
 
 _LARGEST_BUCKET = 1 << 62
 _LARGEST_VERSION = (1 << 31) - 1
-"""Trajectories store versions as int32."""
+"""The largest version, because trajectories store versions as int32."""
 
 
 class Source(Protocol):
-    """The sender of an update's tensors: rank 0 of the group."""
+    """The sender of an update's tensors, which is rank 0 of the group."""
 
     @property
     def settings(self) -> RankSettings: ...
@@ -39,7 +39,7 @@ class Source(Protocol):
 
 
 class UpdateOptions(TypedDict, total=False):
-    """The keyword arguments of ``Client.update_weights`` and ``Sender.update`` for every update."""
+    """The keyword arguments that ``Client.update_weights`` and ``Sender.update`` have in common."""
 
     version: int | None
     inflight: str
@@ -57,10 +57,10 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """One weight update as its caller requests it.
 
     Attributes:
-        same_version: a further part of the last update, so ``version`` does not rise.
-        bucket_bytes: the size of a bucket; None: a size that suits the model.
-        folder: the folder from which the workers read the weights themselves.
-        seen: the ``fingerprint`` of the folder's files.
+        same_version: whether this is a further part of the last update, so the version stays.
+        bucket_bytes: the size of a bucket. None selects a size that suits the model.
+        folder: the folder from which the workers read the weights themselves, or "".
+        seen: the ``fingerprint`` of the files in the folder.
         begun: the time of the call, on ``time.perf_counter``.
     """
 
@@ -81,7 +81,7 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
     begun: float = msgspec.field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        """Replace numpy numbers by Python numbers, because numpy numbers have no encoding.
+        """Replace numpy numbers by Python numbers, because numpy numbers cannot be encoded.
 
         ``check_values`` rejects values that are not numbers.
         """
@@ -99,7 +99,7 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Return the request of an update whose tensors are not known yet.
 
         Raises:
-            TypeError: there is no option of a name.
+            TypeError: an update has no option with one of these names.
         """
         known = UpdateOptions.__annotations__
         for name in options.keys() - known.keys():
@@ -112,7 +112,7 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Return this request for other tensors, with a bucket size that suits them.
 
         Args:
-            total: the size of the tensors in bytes; None: computed from ``specs``.
+            total: the total size of the tensors in bytes. None computes the size from ``specs``.
 
         Raises:
             InvalidWeights: a tensor's dtype is not a float.
@@ -131,11 +131,11 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Check the request and return the new version.
 
         Args:
-            current: the version that the workers have.
+            current: the current version of the workers.
 
         Raises:
-            UsageError: a value is wrong, or the version is not above ``current``, or
-                ``same_version`` does not fit.
+            UsageError: a value is wrong, the version is not above ``current``, or ``same_version``
+                does not fit.
         """
         self.check_values()
         if self.same_version:
@@ -167,7 +167,7 @@ class UpdateRequest(msgspec.Struct, frozen=True, kw_only=True):
         return current
 
     def check_values(self) -> None:
-        """Check the values that do not depend on the version that the workers have.
+        """Check the values that do not depend on the current version of the workers.
 
         Raises:
             UsageError: a value is wrong.
@@ -203,7 +203,7 @@ def _integer(name: str, value: Any, least: int, most: int) -> None:
     """Check that ``value`` is None or an integer in ``least..most``. A numpy integer is allowed.
 
     Raises:
-        UsageError: the value is something else.
+        UsageError: the value is not such an integer.
     """
     if value is None:
         return

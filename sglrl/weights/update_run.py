@@ -60,10 +60,10 @@ logger = logging.getLogger("sglrl.weights")
 
 ABORT_SECONDS = 5.0
 MIN_COMMIT_SECONDS = 1.0
-"""The minimum timeout of the commit, even if the update's timeout is shorter.
+"""The minimum time limit of the commit, even if the update's timeout is shorter.
 
-A late rank in another phase makes the run give up the update. A late rank in the commit is
-expelled.
+If a rank is late in another phase, the run gives up the update. If a rank is late in the commit,
+its worker is killed.
 """
 
 _prepared = msgspec.msgpack.Decoder(Prepared)
@@ -76,17 +76,17 @@ class UpdateRun:
     """One running update.
 
     Args:
-        version: the version that the workers have after the update.
-        source: the sender of the tensors; None: the workers read files.
+        version: the version of the workers after the update.
+        source: the sender of the tensors. None if the workers read files.
         ranks: every rank of every worker that takes part.
         pool: all ranks of the pool. It sends messages to ranks, and kills workers.
-        group: the current group. The run forms another one if that is necessary.
-        join_only: only form the group.
+        group: the current group. The run forms another group if necessary.
+        join_only: whether to only form the group.
 
     Attributes:
-        id: the id of the messages of the current attempt. Each attempt has its own id, so a late
-            answer to an earlier attempt is not mistaken for an answer to the current one.
-        machine: decides what happens next.
+        id: the id of the messages of the current attempt. Each attempt has another id, so a late
+            answer to an earlier attempt is not mistaken for an answer to the current attempt.
+        machine: the state machine, which decides the next step.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class UpdateRun:
         self._joins: dict[Member, Join] = {}
         """The ``Join`` message of each member, if this run forms a group."""
         self._bodies: dict[tuple[Member, str], Any] = {}
-        """The contents of the answers."""
+        """The decoded answers, by member and phase."""
         self._unanswered: set[tuple[int, str, Member]] = set()
         """The id, phase and member of each request without an answer."""
         self._ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
@@ -133,7 +133,7 @@ class UpdateRun:
 
     @property
     def left(self) -> list[Rank]:
-        """Return the processes that still take part."""
+        """The processes that still take part."""
         return [self._ranks[member] for member in self.machine.members]
 
     @property
@@ -147,7 +147,7 @@ class UpdateRun:
         """Run the update until it has ended, and return its error, if any.
 
         If the caller is cancelled, the update is first given up, or finished if it is too late to
-        give it up.
+        give up. Then ``CancelledError`` is raised.
         """
         cancelled: asyncio.CancelledError | None = None
         try:
@@ -178,7 +178,7 @@ class UpdateRun:
         self._cancel_timer()
 
     def report(self) -> UpdateReport:
-        """Return the report of an update that is done, and ends now."""
+        """Return the report of an update that has just finished."""
         machine = self.machine
         modes = {self._mode(member) for member in machine.members}
         sent = self._bodies[SENDER, STAGE] if self.source is not None else SentStage(0.0, 0.0)
@@ -201,22 +201,22 @@ class UpdateRun:
     def _overwrites(self) -> bool:
         """True if a worker may have overwritten some of its live weights.
 
-        This is a worker without room for a second copy. If it does not receive the other weights,
-        it must be killed.
+        This happens on a worker without room for a second copy. If such a worker does not receive
+        the remaining weights, it must be killed.
         """
         return self._phase == STAGE and any(
             self._bodies[member, PREPARE].mode == "bucketed" for member in self.machine.members
         )
 
     def _error(self, ended: Ended) -> SglrlError | None:
-        """Return the error that the caller gets; None if the update is done."""
+        """Return the error for the caller, or None if the update is done."""
         if ended.state == DONE:
             return None
         refusals = [error for _, error in ended.errors]
         if ended.why == "refused":
             return refusals[0]
         if ended.why == "broken":
-            # Found when the values were read. The other errors are consequences.
+            # The sender finds such an error when it reads the values. Other errors follow from it.
             for error in refusals:
                 if isinstance(error, InvalidWeights):
                     return error
@@ -226,7 +226,7 @@ class UpdateRun:
         return WeightUpdateError(f"the weight update was given up: {text}")
 
     def _update_group(self) -> None:
-        """Record which group exists after this run."""
+        """Record the group that exists after this run."""
         if self.source is None:
             return
         if self.machine.joined:
@@ -268,7 +268,7 @@ class UpdateRun:
             return False
         self._unanswered.discard((answer.id, phase, member))
         if answer.id != self.id or phase != machine.state or member not in machine.waiting:
-            # The phase failed meanwhile, for example because two ranks reject the same tensor.
+            # The phase has already failed, for example because two ranks reject the same tensor.
             machine.late_answers += 1
             return True
         dirty = False
@@ -283,10 +283,10 @@ class UpdateRun:
         return True
 
     def _read(self, member: Member, answer: RankAnswer) -> bool:
-        """Keep the content of an answer.
+        """Decode and store the content of an answer.
 
         Returns:
-            True if the rank has aborted when only some of its live weights were new.
+            True if the rank has aborted while only some of its live weights were new.
 
         Raises:
             ProtocolError: the answer is malformed.
@@ -346,7 +346,7 @@ class UpdateRun:
 
     def _enter(self, phase: str) -> None:
         if self._phase == ABORT:
-            # A new attempt begins.
+            # The attempt was aborted, so this phase belongs to a new attempt.
             self.id = self._pool.new_id()
         self._phase = phase
         self._times.enter(phase)
@@ -388,8 +388,8 @@ class UpdateRun:
     def _mode(self, member: Member) -> str:
         """Return the mode of one member: "full" or "bucketed".
 
-        Either all ranks of a worker pause, or none does. The sender gets "bucketed" if any worker
-        pauses.
+        Either all ranks of a worker pause, or none of them does. The mode of the sender is
+        "bucketed" if any worker pauses.
         """
         modes = {
             self._bodies[rank, PREPARE].mode

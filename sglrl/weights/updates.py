@@ -1,4 +1,4 @@
-"""Run the updates of a pool, one at a time, until the loss of a worker cannot undo them."""
+"""Run the updates of a pool one at a time. Repeat an update if lost workers would undo it."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from .versions import Versions
 logger = logging.getLogger("sglrl.weights")
 
 _MAX_ATTEMPTS: Final = 3
-"""Number of times that an update may lose all workers before it is given up."""
+"""The number of times that an update may lose all workers before it fails."""
 
 
 class Updates:
     """Runs updates, and brings single workers to the current version.
 
     Attributes:
-        run: the update that runs.
+        run: the running update, or None.
         group: the current group of a sender and ranks.
         versions: the version of each worker's weights.
     """
@@ -68,13 +68,13 @@ class Updates:
         return ranks[0].settings
 
     async def describe(self, deadline: Deadline) -> ModelDescription:
-        """Return the tensors of the model. Engines are asked once; see ``known_after``."""
+        """Return the tensors of the model. The result is cached: see ``known_after``."""
         if self._description is None:
             self._description = await self._questions.describe(deadline)
         return self._description
 
     async def checksums(self, names: list[str], deadline: Deadline) -> dict[Member, list[Shard]]:
-        """Return checksums of live tensor shards by rank. Waits for a running update.
+        """Return checksums of live tensor shards by rank. Wait for a running update first.
 
         Raises:
             UpdateInProgress: the running update does not end in time.
@@ -98,21 +98,21 @@ class Updates:
         workers are lost before that, the source sends the weights to the first replacement. A
         partial update does not wait for a host, because other parts may follow at once.
 
-        If the caller is cancelled, the update is given up. But if live weights are already being
-        overwritten, the update is finished first. They are overwritten in the commit, and in mode
-        "bucketed" also in the stage.
+        If the caller is cancelled, the update is given up. If a worker already overwrites its live
+        weights, the update is finished first. Workers do so in the commit, and in mode "bucketed"
+        also in the stage.
 
         Args:
-            source: the sender of the tensors; None: the workers read files. It can send them again
-                until this method returns.
-            load: called after all checks, before the first message of the update.
+            source: the sender of the tensors. None if the workers read files. The source can send
+                the tensors again until this method returns.
+            load: called after all checks and before the first message of the update.
 
         Raises:
             UpdateInProgress, UsageError, InvalidWeights, SettingsMismatch: the update was not
                 started.
             WeightUpdateError: the update was given up. The live workers have the old version.
-            WorkerLost: the update was given up, because no worker is left, or because it has lost
-                all workers several times.
+            WorkerLost: the update was given up, because no worker is left, or because all workers
+                were lost several times.
         """
         request.check(self.versions.current)
         deadline = Deadline(request.timeout, request.begun)
@@ -144,7 +144,7 @@ class Updates:
             await self._kept.ended()
 
     def _is_available(self, version: int) -> bool:
-        """Return whether a worker or a host has this version, or a newer one has replaced it."""
+        """Return True if a worker, a host or files have this version, or if it is outdated."""
         return (
             version < self.versions.current
             or bool(self.versions.holders())
@@ -162,8 +162,8 @@ class Updates:
         """Run one update once.
 
         Args:
-            done: the report of the same update if it was done before, but no worker has its version
-                any more.
+            done: the report of an earlier run of the same update whose version no worker has any
+                more, or None.
         """
         async with turn(self.versions.lock, deadline, wait=request.wait):
             self.versions.check_awake()
@@ -171,7 +171,7 @@ class Updates:
                 return done
             version = request.check(self.versions.current) if done is None else done.version
             wanted = await self.describe(deadline)
-            # The last await before the run starts, so no rank can be lost in between.
+            # This is the last await before the run starts, so no rank can be lost in between.
             ranks = await self._ranks.greeted(deadline)
             if request.partial and is_whole(wanted, request.specs):
                 # The update contains all tensors, although its caller set ``partial``.
@@ -192,10 +192,10 @@ class Updates:
             return report
 
     async def _with_version(self, ranks: Sequence[Rank], deadline: Deadline) -> list[Rank]:
-        """Return the ranks that a partial update may go to: the ones with the current version.
+        """Return the ranks with the current version, which a partial update is sent to.
 
         A worker with older weights would get a mix of two policies. If no worker has the current
-        version, the workers first get it as a replacement does.
+        version, a worker first gets it as a replacement does.
 
         Raises:
             WeightUpdateError: no worker can get the weights of the current version.
@@ -215,10 +215,10 @@ class Updates:
     async def join(self, source: Source, deadline: Deadline) -> float:
         """Form the group with ``source`` before the first update.
 
-        It raises the errors of ``update``.
+        This method raises the errors of ``update``.
 
         Returns:
-            The milliseconds that this took.
+            The duration in milliseconds.
         """
         begun = time.perf_counter()
         async with turn(self.versions.lock, deadline):
@@ -258,7 +258,7 @@ class Updates:
             return await run.until_ended()
         except asyncio.CancelledError:
             if run.is_done:
-                # It was cancelled too late.
+                # The cancellation came too late.
                 self._record(run)
             raise
         finally:
@@ -270,7 +270,7 @@ class Updates:
         if self._description is not None and not run.request.partial:
             self._description = known_after(self._description, run.request.specs)
         if run.request.same_version:
-            # The other workers and the hosts lack this part.
+            # The other workers and the copies of the hosts lack this part.
             self.versions.forget()
             self._kept.forget_all()
         for rank in run.left:
@@ -296,17 +296,17 @@ class Updates:
         return in_run or self._is_late(answer)
 
     def _is_late(self, answer: RankAnswer) -> bool:
-        """Return True for an answer to a request that has ended, as after a cancelled update."""
+        """Return True for an answer to a finished request, for example of a cancelled update."""
         current = self.run is not None and answer.id == self.run.id
         return not current and self._questions.is_late(answer.id)
 
     def lost(self, worker: int, ranks: Sequence[Rank]) -> None:
-        """Handle the loss of a worker, which had these ranks."""
+        """Handle the loss of a worker that had these ranks."""
         self.group.lost(ranks)
         self._questions.lost(ranks)
         if self.run is not None:
             self.run.lost(worker, ranks)
-        # Perhaps only one worker has the current weights now.
+        # The loss may leave only one worker with the current weights.
         self._kept.begin()
 
     def sender_lost(self, source: Source) -> None:
@@ -327,7 +327,7 @@ class Updates:
 
         Raises:
             WorkerLost: the worker is lost.
-            SglrlError: the copy failed. The worker has weights of no version.
+            SglrlError: the copy failed. The weights of the worker then have no version.
         """
         await all_said_hello(mine, deadline)
         check_alive(mine)
@@ -340,6 +340,6 @@ class Updates:
         return True
 
     async def _read_files(self, request: UpdateRequest, ranks: Sequence[Rank]) -> SglrlError | None:
-        """Let ranks read the files of the last update. The other ranks have these weights."""
+        """Let ranks read the files of the last update, whose weights the other ranks have."""
         run = self._new_run(request, self.versions.current, None, ranks)
         return await self._until_ended(run)

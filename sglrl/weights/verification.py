@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _SHOWN = 4
 TIED: Final = "and the engine has one tensor for both (its model ties them: tie_word_embeddings)"
 Ask = Callable[[list[str], float | None], Awaitable[Mapping[Any, list[Shard]]]]
-"""Returns checksums of live tensors by rank, as ``WeightsPort.checksums`` does."""
+"""A function that returns checksums of live tensors by rank, as ``WeightsPort.checksums`` does."""
 
 
 async def differing_tensors(live: WeightsPort, weights: Any, timeout: float) -> list[str]:
@@ -49,12 +49,12 @@ async def differing_tensors(live: WeightsPort, weights: Any, timeout: float) -> 
 async def check_ties(
     manifest: Manifest, given: Taken, ask: Ask, wanted: ModelDescription, deadline: Deadline
 ) -> None:
-    """Check that tensors that the engine ties to other tensors have the values of these.
+    """Check that each tensor that the engine ties to another tensor has the values of the other.
 
-    If the other tensor is not given, its live values count.
+    If the other tensor is not given, use its live values.
 
     Args:
-        manifest: it has taken ``given``.
+        manifest: the manifest whose ``take`` has selected from ``given``.
 
     Raises:
         InvalidWeights: the values differ.
@@ -97,19 +97,19 @@ async def _differing_alone(
 class BaseCheck:
     """Checks that the workers have the weights of the model that an adapter changes.
 
-    A check reads all weights, so it is not repeated for parameters that have not changed since.
+    A check reads all weights, so it is not repeated for parameters that have not changed.
     """
 
     def __init__(self, live: WeightsPort) -> None:
         self._live = live
         self._checked: tuple[int, list[tuple[Any, int, int]]] = (-1, [])
-        """The version of the workers, and of each parameter a weak reference and its state."""
+        """The version of the workers, and a weak reference to each parameter with its state."""
 
     async def check(self, base: Taken, wanted: ModelDescription, deadline: Deadline) -> None:
         """Compare parameters with the live weights.
 
-        Parameters are left out if their values cannot be compared: if they are quantized, sharded
-        or have a dtype that cannot hold all values of the engine's dtype.
+        Parameters whose values cannot be compared are left out: quantized or sharded parameters,
+        and parameters with a dtype that cannot hold all values of the engine's dtype.
 
         Raises:
             InvalidAdapter: the weights differ.
@@ -147,7 +147,7 @@ class BaseCheck:
     async def _differing(
         self, named: Named, wanted: ModelDescription, base: Taken, deadline: Deadline
     ) -> list[str] | None:
-        """Return the names of the tensors that differ; None if the weights are asleep."""
+        """Return the names of the tensors that differ, or None if the weights are asleep."""
         from .tensor_source import Manifest
 
         if not named:

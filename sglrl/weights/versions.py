@@ -10,22 +10,22 @@ from ..errors import UsageError
 from .ranks import Rank, Ranks
 
 UNKNOWN: Final = -1
-"""The version of a worker that was away during an update, lacks a part of its version, or has freed
-its weights."""
+"""The version of a worker that was away during an update, that lacks a part of its version, or that
+has freed its weights."""
 
 
 class Versions:
-    """Which worker has which version of the weights.
+    """The version of the weights of each worker.
 
     Attributes:
-        current: the version of the last update; 0 before the first update.
+        current: the version of the last update, or 0 before the first update.
         of: the version of every worker, by index.
-        asleep: the memory of the weights is freed or saved elsewhere.
-        forgotten: the engines gave their weights away, and no update has followed.
+        asleep: whether the memory of the weights is freed or saved elsewhere.
+        forgotten: whether the engines have dropped their weights, and no update has followed.
         lock: held by each update, copy and request for checksums.
-        on_version: called when the version has changed.
-        on_updated: called after every update, and when sleeping weights are back. Workers that
-            have the current weights now may serve at once.
+        on_version: functions to call after a change of the version.
+        on_updated: called after every update, and after sleeping weights are restored. Workers
+            that have the current weights now may serve at once.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -58,10 +58,10 @@ class Versions:
     # --- sleep ------------------------------------------------------------------------------------
 
     def sleep(self, *, kept: bool) -> None:
-        """Record that the engines give the memory of their weights away. The caller holds the lock.
+        """Record that the engines free the memory of their weights. The caller holds the lock.
 
         Args:
-            kept: ``wake`` brings the weights back. Otherwise the next update must have all of them.
+            kept: whether ``wake`` restores the weights. Otherwise the next update must be complete.
         """
         self.asleep = True
         if not kept:
@@ -69,7 +69,7 @@ class Versions:
             self.forget()
 
     def wake(self) -> None:
-        """Record that the engines have the memory of their weights again."""
+        """Record that the engines have allocated the memory of their weights again."""
         if self.asleep:
             self.asleep = False
             self.on_updated()

@@ -1,4 +1,4 @@
-"""Starting workers: the driver and its fork server, over a private unix socket."""
+"""The messages between the driver and its fork server, which start and stop worker processes."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import msgspec
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """What an interpreter has, as ``sglrl.driver.environment`` prints it, in JSON.
+    """The versions in an interpreter, as ``sglrl.driver.environment`` prints them in JSON.
 
-    python: its version, as in "3.12".
+    python: the version of Python, for example "3.12".
     sglrl: the version of sglrl.
-    sglang: the folder of SGLang's package; empty if SGLang is not installed.
-    torch, nccl: versions of the packages; empty if they are not installed.
+    sglang: the folder of SGLang's package. Empty if SGLang is not installed.
+    torch, nccl: the versions of the packages. Empty if they are not installed.
     """
 
     python: str
@@ -22,13 +22,13 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
-    """A plain actor.
+    """The class and the constructor arguments of a plain actor.
 
-    target: "module:qualname" of its class.
-    code: the class by value, if it cannot be imported by name (it is defined in ``__main__`` or in
-        a function); else empty.
-    args, frames: msgpack of the constructor's arguments, and their raw frames.
-    window: the largest number of calls at a time.
+    target: the name of the class, as "module:qualname".
+    code: the pickled class, if it cannot be imported by name because it is defined in ``__main__``
+        or in a function. Otherwise empty.
+    args, frames: the constructor arguments in msgpack, and their raw frames.
+    window: the maximum number of calls at the same time.
     """
 
     target: str
@@ -42,13 +42,13 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     """One tensor-parallel rank of one engine replica.
 
     rendezvous: a file through which the ranks of this replica find each other.
-    threads: CPU threads for torch.
-    memory_share: the share of the host's memory that the rank may use on a CPU, 0..1.
-    accelerations: names of the wanted accelerations of SGLang; None: all.
-    allow_unknown_sglang: start also on an SGLang whose source is unknown.
-    keep_weights: give the rank memory that outlives it.
-    kept_weights: the path of this memory, which the fork server fills in.
-    logit_processors: the names of the logit processors to import ("module:Class").
+    threads: the number of CPU threads for torch.
+    memory_share: the share of the host's memory that the rank may use on a CPU, from 0 to 1.
+    accelerations: the names of the requested accelerations of SGLang. None requests all.
+    allow_unknown_sglang: whether to start even if the source of SGLang is unknown.
+    keep_weights: whether to give the rank memory that outlives it.
+    kept_weights: the path of this memory, which the fork server sets.
+    logit_processors: the names of the logit processors to import, as "module:Class".
     """
 
     engine: str
@@ -70,7 +70,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
 
 
 class ClientKeys(msgspec.Struct, frozen=True, kw_only=True):
-    """CURVE keys of the side that connects, in Z85: the driver's public key and its own pair."""
+    """CURVE keys of a connecting process in Z85: the driver's public key and its own key pair."""
 
     driver: str
     public: str
@@ -84,7 +84,7 @@ class ClientKeys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """How a process connects to a pool. The fields are the arguments of ``sglrl.connect``."""
+    """The connection of a process to a pool. The fields are arguments of ``sglrl.connect``."""
 
     address: str
     keys: ClientKeys | None
@@ -101,13 +101,13 @@ class PoolEntry(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker process.
+    """The configuration of one worker process.
 
-    identity, address: of its socket, and of the driver's router.
-    heartbeat_interval: seconds between heartbeats; None: the worker sends none.
-    keys: None if connections are not encrypted.
-    heartbeat_timeout: see ``PoolConfig``.
-    returns: when its connection breaks, the worker connects again. False: it exits.
+    identity, address: the identity of the worker's socket, and the address of the driver's router.
+    heartbeat_interval: the seconds between heartbeats. None if the worker sends no heartbeats.
+    keys: the keys of the worker. None if connections are not encrypted.
+    heartbeat_timeout: the option of ``PoolConfig``.
+    returns: whether the worker connects again when its connection breaks. Otherwise it exits.
     """
 
     index: int
@@ -122,11 +122,11 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):
-    """Fork one worker process.
+    """Start one worker process.
 
-    key: its name in answers.
-    log: the file for its output.
-    sys_path: the driver's; None: the worker keeps that of its interpreter.
+    key: the number of the worker in answers.
+    log: the path of the file for the worker's output.
+    sys_path: the driver's ``sys.path``. None keeps the path of the worker's interpreter.
     """
 
     key: int
@@ -150,14 +150,14 @@ class Dump(msgspec.Struct, frozen=True, tag="dump"):
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Check that the fork server runs. Answered with ``Pong``."""
+    """Check that the fork server runs. The fork server answers with ``Pong``."""
 
 
 ToForkServer = Fork | Kill | Dump | Ping
 
 
 class Warm(msgspec.Struct, frozen=True, tag="warm"):
-    """The fork server has imported its modules, or failed with ``error``."""
+    """The fork server has imported its modules in ``seconds``, or failed with ``error``."""
 
     seconds: float
     error: str = ""
@@ -171,14 +171,14 @@ class Forked(msgspec.Struct, frozen=True, tag="forked"):
 
 
 class Exited(msgspec.Struct, frozen=True, tag="exited"):
-    """The worker ``key`` has exited. ``status``: its exit code, or minus a signal's number."""
+    """The worker ``key`` has exited. ``status`` is its exit code, or minus the signal's number."""
 
     key: int
     status: int
 
 
 class Pong(msgspec.Struct, frozen=True, tag="pong"):
-    """The fork server runs."""
+    """Answers ``Ping``: the fork server runs."""
 
 
 FromForkServer = Warm | Forked | Exited | Pong
