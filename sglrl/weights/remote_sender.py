@@ -61,7 +61,7 @@ _OF_THE_CLIENT = {cls.__name__: cls for cls in (Closed, DeadlineExceeded, Worker
 
 
 class Sender:
-    """Sends weights to the workers of a client in another process. Use it as an async context.
+    """Sends weights to the workers of a client in another process. Use it with ``async with``.
 
     ::
 
@@ -264,7 +264,7 @@ class Sender:
         return await self.update_as(weights, UpdateRequest.of(options))
 
     async def update_as(self, weights: Any, request: UpdateRequest) -> UpdateReport:
-        """Run ``update`` with a request that the caller has created."""
+        """Run ``update`` with a request that was created at the time of the call."""
         from .bucket_sender import Payload
         from .tensor_source import take
         from .verification import check_ties

@@ -203,7 +203,7 @@ def _integer(name: str, value: Any, least: int, most: int) -> None:
     """Check that ``value`` is None or an integer in ``least..most``. A numpy integer is allowed.
 
     Raises:
-        UsageError: the value is not such an integer.
+        UsageError: the value is neither None nor an integer in this range.
     """
     if value is None:
         return

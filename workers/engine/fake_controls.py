@@ -1,4 +1,4 @@
-"""The control endpoints of the fake engine."""
+"""The control endpoints of the fake engine, for example ``pause``, ``sleep`` and ``stats``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class FakeState(Protocol):
 
 
 class FakeControls:
-    """Serves the control endpoints. See ``Engine.controls``."""
+    """Serves the control endpoints that ``Engine.controls`` documents."""
 
     def __init__(self, engine: FakeState) -> None:
         self._engine = engine

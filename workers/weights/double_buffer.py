@@ -90,7 +90,7 @@ class Pages(ABC):
     def settle(self) -> None:
         """Make the old live memory the new spare memory, or free it if memory is short.
 
-        Call this some time after ``make_live``, when the engine is not waiting.
+        Call this after ``make_live``, when nothing waits for the engine.
         """
         with self._lock:
             self._settle()

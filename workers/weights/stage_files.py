@@ -1,4 +1,4 @@
-"""Read an update from a folder of safetensors files."""
+"""Receive an update by reading it from a folder of safetensors files."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class LiveWeights(Protocol):
         ...
 
     def settle(self) -> None:
-        """Prepare for the next call of ``spare``, when the engine is not waiting."""
+        """Prepare for the next call of ``spare``. Call this when nothing waits for the engine."""
         ...
 
     def targets(self, names: Sequence[str]) -> list[torch.Tensor] | None:

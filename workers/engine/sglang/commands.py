@@ -42,7 +42,7 @@ class PauseCommand:
 
 @dataclass(frozen=True)
 class SleepCommand:
-    """Free memory, or allocate it again. See ``SleepEndpoints``.
+    """Free memory, or allocate it again. See ``Sleep.change``.
 
     call: the id of the call that requested the command.
     """

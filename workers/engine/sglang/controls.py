@@ -19,7 +19,7 @@ from .request_table import RequestTable
 
 
 class Controls:
-    """Serves the control endpoints. See ``Engine.controls``."""
+    """Serves the control endpoints that ``Engine.controls`` documents."""
 
     def __init__(self, table: RequestTable, aborts: Aborts) -> None:
         self._table = table

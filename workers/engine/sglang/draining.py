@@ -61,7 +61,7 @@ class Draining:
 
     @property
     def drains(self) -> bool:
-        """Whether new requests are held back until the running ones have finished."""
+        """Whether new requests are held back until the running requests have finished."""
         return self.waiting is not None or self.pausing is not None
 
     def __bool__(self) -> bool:

@@ -251,7 +251,7 @@ class Adapters:
     def _completed(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Add zero tensors for unchanged modules of a stack in which other modules are changed.
 
-        SGLang stacks the tensors of such modules, so it needs all of them.
+        SGLang stacks the tensors of these modules, so it needs a tensor for each module.
 
         Raises:
             InvalidAdapter: a module is not in the pool, or a tensor does not fit it.

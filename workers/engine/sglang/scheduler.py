@@ -360,7 +360,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         routed_experts.collect(self, batch, result)
         returned = super().process_batch_result(batch, result, *args, **kwargs)
         if self.sglrl_adapter is not None:
-            # Count the progress before the end of the prefill, so that a heartbeat reports both.
+            # Count progress before the prefill ends, so that no heartbeat reports only the end.
             self.sglrl_adapter.mailbox.progress += 1
         self._sglrl_last_ended = result.sglrl_launch
         return returned

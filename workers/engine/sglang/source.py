@@ -32,7 +32,7 @@ def digest(target: str, folder: Path) -> str:
         folder: the folder of the package ``sglang``.
 
     Returns:
-        "" if there is no such definition.
+        The digest, or "" if the definition does not exist.
     """
     module, _, name = target.partition(":")
     path = folder.joinpath(*module.split(".")[1:]).with_suffix(".py")

@@ -38,7 +38,7 @@ _AT_ONCE = 32
 """Maximum queries in one step. One step's answers are sent while the next step is computed."""
 
 _AT_ONCE_WITHOUT_GRAPHS = 64
-"""Maximum queries in one step without CUDA graphs. A step then costs the same for any rows."""
+"""Maximum without CUDA graphs. A step then costs nearly the same for any number of rows."""
 
 
 class Known:
