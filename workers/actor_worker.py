@@ -1,8 +1,8 @@
 """Run a plain actor on its own event loop.
 
 Each call is one task. All answers of one loop tick are sent as one message. Cancelling a call
-cancels its task. The call is answered when the task has finished, so the driver's window counts the
-tasks that really run.
+cancels its task. The worker answers the call only after the task has finished, so the driver's
+window counts every task that still runs.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from .liveness import RECONNECT_SECONDS, BreakWatch, start_heartbeats
 logger = logging.getLogger("sglrl.worker")
 
 _AT_ONCE = 64
-"""A stream sends its items when this many are collected, even if the stream awaits nothing."""
+"""Number of collected items at which a stream lets the event loop send them."""
 _SECONDS = 0.005
-"""A stream sends its items when the first one is this old, even if the stream awaits nothing."""
+"""Age in seconds of the first collected item at which a stream lets the event loop send them."""
 
 
 def load_class(spec: ActorSpec) -> type[Actor]:
@@ -89,7 +89,7 @@ class Host:
         """Time at which the first of ``_items`` was collected."""
         self._ready = b""
         self._returning = False
-        """The connection broke, and ``Ready`` is sent as soon as no call is left."""
+        """Whether the connection was replaced, and ``Ready`` is sent as soon as no call is left."""
 
     async def serve(self, window: int) -> None:
         """Report that the worker is ready, serve calls until ``Shutdown``, then close the actor."""
@@ -102,7 +102,7 @@ class Host:
         await self.actor.close()
 
     def reconnect(self, transport: WorkerTransport) -> None:
-        """Replace the connection and cancel all calls, because messages were lost with the old one.
+        """Replace the connection and cancel all calls, because the old connection lost messages.
 
         The driver moves these calls to other workers, at the latest when ``Ready`` arrives.
         """
@@ -151,7 +151,7 @@ class Host:
                 self.stopped.set()
 
     def _ended(self, id_: int, task: asyncio.Task[None]) -> None:
-        """Answer a call whose task was cancelled before its first step, so ``_run`` never ran."""
+        """Forget a task. Answer its call if the task was cancelled before ``_run`` began."""
         if self.running.pop(id_, None) is not None:
             self._put(Item(id_, ItemKind.CANCELLED))
         self._end_return()
@@ -249,10 +249,10 @@ class Turns:
 
 
 class _Connection:
-    """The worker's connection to the driver. After a break it is replaced, if the spec permits it.
+    """The worker's connection to the driver. If ``spec.returns``, a broken socket is replaced.
 
     Attributes:
-        host: the host that is given each new connection.
+        host: the ``Host`` that uses the connection. None: the actor is not ready yet.
     """
 
     def __init__(self, spec: WorkerSpec) -> None:
@@ -308,5 +308,5 @@ async def _main(spec: WorkerSpec, body: ActorSpec) -> None:
 
 
 def run_actor(spec: WorkerSpec, body: ActorSpec) -> None:
-    """Serve until ``Shutdown``. An error of the actor's ``__init__`` propagates."""
+    """Construct and serve the actor until ``Shutdown``. Errors of its ``__init__`` propagate."""
     uvloop.run(_main(spec, body))

@@ -1,17 +1,17 @@
 """The warm fork server: ``python -m sglrl_workers.fork_server FD PRELOAD DRIVER``.
 
-FD is an inherited unix socket that listens. PRELOAD names a kind of worker (see ``preloads``).
-DRIVER is the process id of the parent. The fork server imports the modules of PRELOAD, then starts
-a worker for every ``Fork`` message. A worker starts from a spare fork, a process that was forked in
-advance, because forking a large process takes long while other processes are busy. Without a
-spare, the server forks a new process. Forking is safe because the server has one thread and never
-uses a GPU.
+FD is the descriptor of an inherited, listening unix socket. PRELOAD names a kind of worker
+(see ``preloads``). DRIVER is the process id of the parent. The fork server imports the modules of
+PRELOAD, then starts a worker for every ``Fork`` message. The worker is a spare fork: a process that
+was forked in advance, because forking a large process takes long while other processes are busy.
+Without a spare fork, the server forks a new process. Forking is safe because the server has one
+thread and never uses a GPU.
 
 The processes watch each other:
 
-* The fork server exits when stdin, a pipe from the driver, closes, and when the driver's process
-  exits. It also watches a pidfd of the driver, because a process that outlives the driver can
-  inherit the pipe.
+* The fork server exits when stdin closes, which is a pipe from the driver. The server also watches
+  a pidfd of the driver, because a process that outlives the driver can inherit the pipe and keep it
+  open.
 * A worker belongs to the connection that requested it. The server kills the worker when this
   connection closes.
 * The kernel kills the workers when the fork server exits (PR_SET_PDEATHSIG).
@@ -79,7 +79,8 @@ class Client:
     Attributes:
         buffer: bytes received that are not yet a complete message.
         keys: the key of each worker, by process id.
-        kept: by rank, the file descriptor of the memory that keeps its weights after an exit.
+        kept: by rank, the file descriptor of the memory that keeps the rank's weights after its
+            worker has exited.
     """
 
     def __init__(self, connection: socket.socket) -> None:
@@ -94,7 +95,7 @@ class Client:
             self.connection.sendall(struct.pack("<I", len(body)) + body)
 
     def with_kept(self, request: Fork) -> Fork:
-        """Return the request with the path of the memory that keeps the weights of its rank.
+        """Add the path of the memory that keeps the weights of the rank, if the spec asks for it.
 
         Raises:
             OSError: the memory does not exist yet, and it could not be created.
@@ -104,7 +105,7 @@ class Client:
             return request
         if body.rank not in self.kept:
             self.kept[body.rank] = os.memfd_create("sglrl-kept-weights")
-        # The worker may have been forked before this memory was made, so it opens it by its path.
+        # The worker may have been forked before this memory was made, so it opens the path.
         path = f"/proc/{os.getpid()}/fd/{self.kept[body.rank]}"
         body = msgspec.structs.replace(body, kept_weights=path)
         spec = msgspec.structs.replace(request.spec, body=body)
@@ -134,7 +135,7 @@ class ForkServer:
         self.worked = time.monotonic()
         """Time of the last work."""
         self.ends: dict[int, int] = {}
-        """The pipe that closes when a worker is killed, by the worker's process id."""
+        """By process id of a worker: the read end of a pipe that closes when the worker dies."""
         self.selector = selectors.DefaultSelector()
         self.clients: dict[int, Client] = {}
         self.decoder: msgspec.msgpack.Decoder[ToForkServer] = msgspec.msgpack.Decoder(ToForkServer)
@@ -172,9 +173,9 @@ class ForkServer:
 
     @contextlib.contextmanager
     def one_more_file(self) -> Iterator[None]:
-        """Free the reserved file descriptor for the block, because no others are left.
+        """Free the reserved file descriptor for a block that reports an error.
 
-        The block reports an error. An ``OSError`` in the block is ignored.
+        No other descriptor may be left. An ``OSError`` in the block is ignored.
         """
         os.close(self.reserve)
         with contextlib.suppress(OSError):
@@ -300,8 +301,8 @@ class ForkServer:
     def hurry(self, pid: int) -> None:
         """Give a dying worker normal priority.
 
-        A worker on a CPU has lowered its priority. Its exit would take three times as long, and
-        other processes wait for the exit.
+        A worker on a CPU runs with a low priority. With this priority, its exit takes three times
+        as long, and other processes wait for the exit.
         """
         self.forget_end(pid)
         reset_priority(pid)
@@ -335,7 +336,7 @@ class ForkServer:
             client.close()
 
     def reap(self) -> None:
-        """Report every worker that has exited to its client."""
+        """Report each worker's exit to the client that requested the worker."""
         self.worked = time.monotonic()
         with contextlib.suppress(BlockingIOError):
             os.read(self.wake_read, 4096)
@@ -385,8 +386,7 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)
 
-        # Importing takes a while, and the server does not watch the driver during that time.
-
+    # Importing takes a while, and the server does not watch the driver during that time.
     signal.signal(signal.SIGTERM, orphaned)
     die_with_parent(int(driver), signal.SIGTERM)
     if name not in INSTEAD.values():

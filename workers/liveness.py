@@ -25,8 +25,8 @@ from sglrl.wire.codec import encode
 from sglrl.wire.processes import WorkerSpec
 
 RECONNECT_SECONDS: Final = 3.0
-"""Seconds until ZeroMQ reconnects by itself. ZeroMQ would then send the waiting messages, although
-earlier messages were lost, so the worker must replace the socket before that time."""
+"""Seconds until ZeroMQ reconnects by itself. The worker must replace the socket before that time,
+because ZeroMQ would send the waiting messages, although earlier messages were lost."""
 _PAUSE: Final = 0.5
 """Seconds between a break and the next connection. The pause keeps a worker from connecting too
 often to a driver that refuses connections."""
@@ -70,7 +70,7 @@ class BreakWatch:
     """The ``on_break`` callback of one socket. It runs on the socket's own thread.
 
     Args:
-        returns: whether the worker may connect again. Otherwise the process exits.
+        returns: whether the worker may connect again. If false, a break ends the process.
         tell: requests that the worker replace the socket. The process exits if this takes too long.
     """
 

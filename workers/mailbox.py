@@ -57,10 +57,10 @@ from .liveness import RECONNECT_SECONDS, BreakWatch
 logger = logging.getLogger("sglrl.worker")
 
 ROWS = 16
-"""Maximum rows of logprobs in one message.
+"""Maximum rows of logprobs that one message carries.
 
 A row has about half a megabyte, and a message arrives as a whole. With small messages the driver
-handles the first rows while the others are in transit.
+handles the first rows while the other rows are in transit.
 """
 
 _REPORT_SECONDS = 0.1
@@ -79,8 +79,8 @@ class Mailbox:
 
     Attributes:
         stopped: whether the driver has sent ``Shutdown``.
-        progress: the number of turns of the loop that had a reason to run. The engine may add its
-            own work to this count.
+        progress: the number of loop turns, without turns that only ended a wait and found no
+            message. The engine may add its own work to this count.
         rows: the memory shared with the driver for whole rows of logprobs. None until the driver
             has opened it.
     """
@@ -106,7 +106,7 @@ class Mailbox:
         self._ready: tuple[int, EngineInfo] | None = None
         """The arguments of ``ready``, or None before the worker is ready."""
         self._returning = False
-        """The connection broke, and ``Ready`` is sent as soon as no call is left."""
+        """Whether the connection was replaced, and ``Ready`` is sent as soon as no call is left."""
         self._max_bytes = spec.max_message_bytes
         self._drop = Dropped(logger)
         self._held: set[int] = set()
@@ -117,7 +117,7 @@ class Mailbox:
         self._frames: list[Buffer] = []
         """Raw frames of the answers in ``_items``, in the same order."""
         self._slots: list[int] = []
-        """Slots of ``rows`` that replace ``_frames``, in the order of ``_items``."""
+        """Slots of ``rows`` for the answers in ``_items``. Only without slots are there frames."""
         self._offered: RowsWriter | None = None
         self.rows: RowsWriter | None = None
         self._generate = msgspec.msgpack.Decoder(GenerateArgs)
@@ -174,8 +174,8 @@ class Mailbox:
                     self.rows = self._offered
                 case Shutdown():
                     self.stopped = True
-        # The end of a wait alone is not progress. If the driver counts pending calls for a worker
-        # that only waits, the worker has lost them, and the hang detector must notice it.
+        # The end of a wait alone is not progress. A worker that only waits has lost the calls that
+        # the driver counts as pending, if there are any. The hang detector must notice this loss.
         if any_ or not self._waited:
             self.progress += 1
         self._waited = False
@@ -282,8 +282,8 @@ class Mailbox:
     def flush(self, load: Load | None = None) -> None:
         """Send all collected answers as one message.
 
-        The message also reports the engine's load. Without answers, ``flush`` sends the load every
-        ``_REPORT_SECONDS``, because otherwise a long call would delay the report.
+        The message also reports ``load``. Without answers, the load is sent alone if
+        ``report_is_due``. The driver thus receives the load even during a long call.
         """
         if self._items or (load is not None and self.report_is_due):
             if load is not None:
@@ -339,7 +339,7 @@ class Mailbox:
         self._dealer.wake()
 
     def _reconnect(self, engine: Engine) -> None:
-        """Replace the connection and abort all calls, because messages were lost with the old one.
+        """Replace the connection and abort all calls, because the old connection lost messages.
 
         The driver moves these calls to other workers, at the latest when ``Ready`` arrives.
         """
@@ -352,7 +352,8 @@ class Mailbox:
         if self._ready is None:
             return
         self._returning = True
-        # If all other engines are paused, the driver pauses this one again. No call has the id -1.
+        # End a pause, because the driver pauses this engine again if all other engines are paused.
+        # The id -1 means that no call waits for the answer.
         engine.controls.resume(-1)
         for id_ in list(self._held):
             engine.abort(id_)

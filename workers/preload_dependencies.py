@@ -1,7 +1,7 @@
 """Import SGLang's dependencies in the fork server after ``engine.sglang.preload_cuda`` has failed.
 
-Each worker must then import SGLang's own modules itself, which takes seconds. None of the modules
-in this list initialises CUDA, because a process that has initialised CUDA must not fork.
+Each worker must then import SGLang's own modules itself, which takes seconds. None of ``MODULES``
+initialises CUDA, because a process that has initialised CUDA must not fork.
 """
 
 from __future__ import annotations

@@ -20,7 +20,7 @@ _PRELOADS = {
     "sglang-late": ("sglrl_workers.actor_worker", "sglrl_workers.preload_dependencies"),
 }
 INSTEAD = {"sglang-cuda": "sglang-late"}
-"""The replacement for a kind of worker whose modules a fork server could not import early."""
+"""By kind of worker: the kind to preload instead, after importing the modules has failed."""
 
 
 def preload(name: str) -> Warm:
@@ -30,9 +30,10 @@ def preload(name: str) -> Warm:
     if name == "sglang":
         _set_up_cpu()
     elif name == "tokenizer":
-        # torch then looks for GPUs through NVML. Other ways initialise CUDA and make forks unsafe.
+        # With this setting, torch looks for GPUs through NVML. Without it, torch initialises CUDA,
+        # and the process must not fork.
         os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
-    # Importing leaves little cyclic garbage, and collecting it takes a quarter of the time.
+    # Importing leaves little cyclic garbage. The collector would take a quarter of the time.
     gc.disable()
     try:
         for module in _PRELOADS[name]:
@@ -55,8 +56,8 @@ def _set_up_cpu() -> None:
     # SGLang compiles a few small functions with a C++ compiler when it first uses them. The first
     # repetition penalty would block a worker for eight seconds.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
-    # Otherwise each thread of a weight update has a malloc arena of its own, which keeps memory
-    # that is no longer needed.
+    # Without this limit, each thread of a weight update has a malloc arena of its own, and the
+    # arena keeps memory that is no longer needed.
     limit_arenas(1)
-    # SGLang initialises CUDA at import if it detects a GPU, and then the process must not fork.
+    # SGLang initialises CUDA at import if it detects a GPU, and a process with CUDA must not fork.
     os.environ["CUDA_VISIBLE_DEVICES"] = ""

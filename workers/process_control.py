@@ -25,8 +25,8 @@ def die_with_parent(parent: int, number: int = signal.SIGKILL) -> None:
 def outlive_parent() -> None:
     """Undo ``die_with_parent``.
 
-    The kernel would also send the signal when the *thread* that started this process exits
-    before the parent does.
+    This is needed because the kernel also sends the signal when the *thread* that started this
+    process exits, even if the parent process goes on.
     """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, 0)
 
@@ -68,9 +68,9 @@ def kill_group(pid: int) -> None:
 def close_on_death(fd: int) -> None:
     """Keep ``fd`` open only in an idle thread that has its own file table.
 
-    When this process is killed, the kernel ends the thread at once and closes ``fd``, and the other
-    end of the pipe is notified. The kernel closes the other files of the process only after it has
-    freed the memory, which takes a while.
+    When this process is killed, the kernel ends the thread at once and closes ``fd``. The process
+    at the other end of the pipe thus notices the exit at once. The kernel closes the other files
+    only after it has freed the memory, which takes a while.
     """
     kept = threading.Event()
 

@@ -67,8 +67,8 @@ def become_worker(pipe: int, kept: int) -> None:
 def _run(spec: WorkerSpec) -> None:
     """Run the worker until ``Shutdown``.
 
-    An exception ends the process. The driver shows its traceback, which is the worker's last
-    output.
+    An exception ends the process. Its traceback is the worker's last output, which the driver
+    shows.
     """
     match spec.body:
         case ActorSpec():
