@@ -3,36 +3,37 @@
 The output is the prompt, repeated up to ``max_new_tokens``. The logprob of output position i is
 ``-(i + 1) / 1024``. In the distribution of the next token, the last token of the prompt is the
 likeliest. Each following id is less likely by a factor of e, and 0 follows the largest id. The
-likeliest tokens of an output position are 0, 1, ..., with the logprobs of this distribution. All
-values of ``logprobs_mode`` give the same logprobs. A score at temperature t divides these logprobs
-by t. The sampling mask of output position i has the token and the i % 3 ids that follow it. The
-logprob of given token id i is ``-i / 1024`` at output position 0, and less by 1 at each later
-position. Value j of the hidden state of position i is ``i + j / 1024``. With
-``enable_return_routed_experts=True``, choice j of layer l at position p of prompt and output is
-expert (p + l + j) % e.
+likeliest tokens of every output position are 0, 1, ..., with the logprobs of this distribution. All
+values of ``logprobs_mode`` give the same logprobs. A score at temperature t divides all logprobs
+by t. The sampling mask of output position i has the token of this position and the i % 3 ids after
+it. At output position i, id x of ``token_ids_logprob`` has the logprob ``-x / 1024 - i``, and value
+j of the hidden state is ``i + j / 1024``. With ``enable_return_routed_experts=True``, choice j of
+layer l at position p of prompt and output is expert (p + l + j) % e, of e experts.
 
 Weights do not change the output, but they have versions. The first update of all tensors may have
-any names, shapes and dtypes, and later updates must have the same. The engine keeps only checksums
-of the tensors (see ``fake_weights``). The first message of the weight channel imports torch.
+any names, shapes and dtypes. Later updates must have the same names, shapes and dtypes. The engine
+keeps only checksums of the tensors (see ``fake_weights``). The first message of the weight channel
+imports torch.
 
 Engine arguments:
 
 * ``tokens_per_step`` (default: all at once): new tokens of each running request per step.
-* ``step_seconds`` (default 0): duration of a step without requests.
+* ``step_seconds`` (default 0): the part of a step's duration that every step has.
 * ``request_seconds`` (default 0): time that each running request adds to the duration of a step.
-* ``max_running_requests`` (default: no limit): further requests wait, in the order of arrival.
+* ``max_running_requests`` (default: no limit): the other requests wait, in the order of arrival.
 * ``vocab_size``, ``context_length``: the limits that the engine reports.
 * ``hidden_size`` (default 0, for no hidden states): number of values in a hidden state.
 * ``fail_start``: the start raises ``RuntimeError`` with this text.
-* ``max_lora_rank`` (default 0, for no adapters), ``lora_target_modules``, ``max_loaded_loras``: the
-  limits for adapters, which do not change the output.
-* ``fail_lora``: a path. A worker removes a file at this path, and fails to prepare the adapter.
+* ``max_lora_rank`` (default 0: no LoRA adapters), ``lora_target_modules``, ``max_loaded_loras``:
+  the limits for LoRA adapters, which do not change the output.
+* ``fail_lora``: a path. If a file is there when a worker prepares a LoRA adapter, the worker
+  removes the file and fails.
 * ``routed_experts`` (default (2, 2, 8)): number of layers, of choices per token, and of experts e.
 * ``answers``: lists of token ids. Each request outputs the next list in place of the repeated
   prompt, up to ``max_new_tokens`` or to the first of ``stop_token_ids``. Requests after the last
   list repeat the prompt.
-* ``hang_file``: a path. A worker removes a file at this path during a step, and hangs. If the file
-  contains a number, the worker first continues until a request has that many new tokens.
+* ``hang_file``: a path. If a file is there during a step, the worker removes the file and hangs. If
+  the file contains a number, the worker first continues until a request has that many new tokens.
 """
 
 from __future__ import annotations
@@ -118,7 +119,7 @@ class FakeEngine:
         self.orders: deque[Order] = deque()
         """Work that other threads have requested, to be done between two steps."""
         self.held_back: dict[int, Running] | None = None
-        """New requests that wait until earlier requests end. None if no order drains."""
+        """New requests that wait until earlier requests end. None if no order has "drain"."""
         self.updating = False
         self.requests: dict[int, Running] = {}
         self.controls = FakeControls(self)
@@ -126,7 +127,7 @@ class FakeEngine:
         """Whether the engine was paused and not resumed since."""
         self.asleep: tuple[str, ...] = ()
         self.later: dict[int, Callable[[], None]] = {}
-        """Answers that need no step, to calls that arrived while the engine was paused."""
+        """By call id: sends the answer of a call that needs no step and arrived during a pause."""
         self.generated = 0
         self.prompted = 0
         self.request_steps = 0
@@ -288,7 +289,8 @@ class FakeEngine:
         """Queue work to be done between two steps. Called on the threads of the weight channel.
 
         Args:
-            inflight: how running requests are treated before the work.
+            inflight: "drain": running requests finish before the work. "abort": they are aborted.
+                Other values: they continue after the work.
             is_over: returns True if the work is no longer wanted.
         """
         self.orders.append(Order(work, inflight, is_over))

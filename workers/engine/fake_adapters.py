@@ -12,7 +12,7 @@ from sglrl.wire.adapters import LoraCommit, LoraKeep, LoraPart, LoraPrepare
 
 
 class FakeAdapters:
-    """The adapters that are loaded or prepared.
+    """The LoRA adapters that are loaded or prepared.
 
     Args:
         options: the arguments of the engine.
@@ -28,14 +28,14 @@ class FakeAdapters:
         self.most = int(options.get("max_loaded_loras", 0))
         self.loaded: dict[str, LoraCommit] = {}
         self._prepared: set[int] = set()
-        """Serial numbers of adapters that are prepared and not live, at most one."""
+        """Serial numbers of adapters that are prepared and not loaded. There is at most one."""
         self._failing = Path(options["fail_lora"]) if "fail_lora" in options else None
 
     def handle(self, args: LoraPart | LoraPrepare | LoraCommit | LoraKeep) -> float | None:
         """Execute a call that concerns adapters, and return its answer.
 
         Raises:
-            InvalidRequest: the engine accepts no adapters.
+            InvalidRequest: the engine accepts no adapters, or another adapter is still prepared.
             InvalidAdapter: the file at ``fail_lora`` existed.
         """
         if not self.max_rank:

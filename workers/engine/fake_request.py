@@ -50,7 +50,7 @@ class Running(msgspec.Struct):
     stop_match: int | None = None
 
     def answer_with(self, answer: bytes, stops: tuple[int, ...]) -> None:
-        """End the request after ``answer``, or after the first stop token in ``answer``.
+        """Output ``answer`` up to its first stop token, or all of it. ``limit`` still applies.
 
         Args:
             answer: int32 token ids.

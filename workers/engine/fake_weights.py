@@ -23,9 +23,9 @@ if TYPE_CHECKING:
     from ..weights.rank_channel import RankWeights
 
 _TABLE_BYTES = 8 << 20
-"""Room for the checksums of about 60,000 tensors."""
+"""Size of the table in bytes, for the checksums of about 60,000 tensors."""
 _HEAD = 8
-"""Size in bytes of the first field of the table: the length of the encoded checksums."""
+"""Size in bytes of the table's first field, which has the length of the encoded checksums."""
 
 
 class Scheduler(Protocol):

@@ -74,7 +74,7 @@ class Engine(Protocol):
 
         ``sglrl/control/engine_endpoints.py`` lists the endpoints. A method takes the id of the call
         and the arguments of the endpoint. It returns the answer, or ``LATER`` if it answers through
-        ``Mailbox.put_value``. ``resume`` is called with the id -1 if no call waits for it.
+        ``Mailbox.put_value``. ``resume`` is called with the id -1 if no call waits for its answer.
 
         Raises:
             InvalidRequest: a method got a wrong argument, or the engine does not support the call.

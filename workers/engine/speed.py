@@ -12,7 +12,7 @@ _STEPS: Final = 4
 _LONGEST: Final = 0.1
 """Upper limit of ``StepClock.recent`` in seconds. A longer interval contains idle time."""
 _SLICES: Final = 20
-"""Number of parts of the window. The tokens of one part are counted together."""
+"""Number of parts of ``RATE_SECONDS``. ``TokenRate`` counts the tokens of one part together."""
 
 
 class StepClock:
@@ -23,12 +23,12 @@ class StepClock:
 
     Attributes:
         mean: the mean duration of the latest steps in seconds, or 0 before the first step.
-        shortest: the minimum over all pairs of consecutive steps of the longer duration, or 0
-            before the second step. A single short step does not count, because an engine that
-            launches steps ahead launches two at once after a pause.
+        shortest: the longer duration of two consecutive steps, minimised over all such pairs, in
+            seconds. It is 0 before the second step. A single short step does not count, because an
+            engine that launches steps ahead launches two at once after a pause.
         recent: the shorter of the last two intervals between launches, in seconds. The longer
-            interval may have been a prefill. While weights are received, steps take 1.5 times as
-            long.
+            interval may contain a prefill. ``recent`` follows changes faster than ``mean``: steps
+            take 1.5 times as long while weights are received.
     """
 
     def __init__(self) -> None:
@@ -66,8 +66,8 @@ class StepClock:
 class TokenRate:
     """The tokens per second in the latest ``RATE_SECONDS`` seconds.
 
-    Time in which the process does not run counts, too. A mean over the whole uptime would hide that
-    an engine has stopped.
+    Time in which the process does not run lowers the rate, too. A mean over the whole uptime would
+    hide that an engine has stopped.
 
     Args:
         now: the time at which the engine was ready, in seconds on any monotonic clock. All other
@@ -77,7 +77,7 @@ class TokenRate:
     def __init__(self, now: float) -> None:
         self._begun = now
         self._slices: deque[tuple[int, int]] = deque()
-        """The number of each part of the time, in ascending order, and its tokens."""
+        """Serial number and tokens of each part of the time, in ascending order."""
 
     def add(self, tokens: int, now: float) -> None:
         """Record new tokens."""
