@@ -37,7 +37,7 @@ class Announcements:
         return True
 
     def watch(self, link: Link, update: Update, arrivals: list[torch.cuda.Event]) -> None:
-        """Announce the update about one step before all buckets have arrived."""
+        """Wait for buckets, and announce the update about one step before the last one arrives."""
         sizes = update.layout.sizes
         middle = len(arrivals) // 2
         arrivals[middle].synchronize()
@@ -62,7 +62,7 @@ class Announcements:
 
 
 def arrival() -> torch.cuda.Event:
-    """Record an event on the current stream. It completes after all work launched before it."""
+    """Record an event on the current stream. It completes after the work launched there before."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

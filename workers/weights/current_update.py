@@ -23,7 +23,7 @@ class CurrentUpdate:
         self.dirty = False
         self._update: Update | None = None
         self._given_up = 0
-        """Id of the last update that was aborted."""
+        """The largest id of an aborted update. Earlier updates count as aborted, too."""
         self._lock = threading.Lock()
         """Held during writes to memory that the next update or the engine also uses."""
 
@@ -62,7 +62,7 @@ class CurrentUpdate:
             yield
 
     def abort(self, id_: int, link: Link | None) -> Update | None:
-        """Abort the update with this id, and drop the current update.
+        """Abort all updates up to the id ``id_``, and drop the current update.
 
         Args:
             link: the link to abandon, or None.

@@ -2,8 +2,8 @@
 
 New weights are written to the spare memory while the engine reads the live memory. Then the two
 memories exchange their addresses, and no byte is copied. The live address never changes, because
-CUDA graphs and other code hold pointers to it. On an H200 the exchange of 16 GB takes one
-millisecond. A copy of 16 GB takes eight.
+CUDA graphs and other code hold pointers to it. For 16 GB on an H200, the exchange takes 1 ms,
+and a copy would take 8 ms.
 
 On CUDA the exchange uses the driver's virtual memory management
 (https://docs.nvidia.com/cuda/cuda-c-programming-guide/#virtual-memory-management). On a CPU it uses
@@ -30,7 +30,7 @@ from .host_copy import HostCopy, Ranges
 SPARE_BYTES = 1 << 30
 """Free GPU memory, in bytes, that staging leaves to the engine."""
 _LEFT_FREE = 4 << 30
-"""If the GPU has fewer free bytes than this, the spare memory is freed after each update."""
+"""Minimum free bytes of the GPU. With fewer, the spare memory is freed after each update."""
 
 
 class Pages(ABC):
@@ -74,9 +74,10 @@ class Pages(ABC):
     def make_live(self) -> None:
         """Make the contents of the spare memory live.
 
-        This exchanges the two memories. While another thread is ``reading``, which may take long,
-        this copies instead. On CUDA, the copy runs on the current stream. Apart from GPU work that
-        was already launched, nothing else may use either memory during this call.
+        This exchanges the two memories. While another thread is ``reading``, the contents of the
+        spare memory are copied instead, because reading may take long. On CUDA, the copy runs on
+        the current stream. Only readers and GPU work that was already launched may use the
+        memories during this call.
         """
         with self._lock:
             if not self._readers:
@@ -88,7 +89,7 @@ class Pages(ABC):
         self.live.copy_(spare)
 
     def settle(self) -> None:
-        """Make the old live memory the new spare memory, or free it if memory is short.
+        """Make the old live memory the spare memory, or free it if the GPU has too little memory.
 
         Call this after ``make_live``, when nothing waits for the engine.
         """
@@ -239,7 +240,7 @@ class _CudaMemory:
         return results[0] if results else None
 
     def create(self, size: int) -> Any:
-        # Use a single handle, because the duration of an exchange grows with their number.
+        # Use a single handle, because an exchange takes longer with more handles.
         return self._ask("cuMemCreate", size, self._properties, 0)
 
     def release(self, handle: Any) -> None:
@@ -310,7 +311,7 @@ class _CudaPages(Pages):
 
     def _exchange(self) -> None:
         torch.cuda.synchronize(self._device)
-        # Memory may be mapped at two addresses, so ``_settle`` can map the spare memory later.
+        # Until ``_settle``, the new live memory is mapped at both addresses.
         self._memory.unmap(self._live_at, self._size)
         self._memory.map(self._live_at, self._size, self._other)
         self._live, self._other = self._other, self._live
@@ -367,7 +368,7 @@ def make_pages(size: int, device: torch.device) -> Pages | None:
     """Allocate ``size`` bytes of live memory on the device.
 
     Returns:
-        None if the system does not support this, or the GPU has no room for the memory.
+        None if the system cannot exchange memories, or the GPU has no room for the memory.
 
     Raises:
         RuntimeError: a call of the CUDA driver failed.

@@ -1,4 +1,4 @@
-"""Holds: keep the scheduler of an engine waiting, without steps, during one update."""
+"""Hold an engine during a weight update: its scheduler waits and makes no steps."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from sglrl.errors import EngineError
 from sglrl.transport.system_limits import available_memory
 
 Ranges = Sequence[tuple[int, int]]
-"""The first byte of each part, and the byte after its last."""
+"""Byte ranges. Each has the index of its first byte and the index after its last byte."""
 
 _PIECE_BYTES = 1 << 30
 _LEFT_FREE = 0.05

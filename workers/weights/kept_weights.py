@@ -1,7 +1,7 @@
 """Keep a rank's live weights in the memory of its host, for the worker that replaces it.
 
 The memory belongs to the fork server, so it outlives the rank. The first page describes the
-contents. During a copy of weights, this page describes the memory as empty.
+contents. While weights are copied into the memory, this page describes the memory as empty.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _PIECE_BYTES = 32 << 20
 """The bytes of one copy on a GPU, a multiple of the page size. A step of the engine waits for the
 current copy, which takes 0.6 ms on an H200."""
 _PIECES_AHEAD = 16
-"""The number of copies that may wait for the GPU. They finish even if the whole copy is stopped."""
+"""The number of copies that may wait for the GPU. These finish even after ``cancel``."""
 _LEFT_FREE = 0.05
 """Share of the available memory that stays free."""
 
 
 class _Contents(msgspec.Struct, array_like=True, frozen=True):
-    """The first page. ``digest`` covers the names, dtypes and shapes of the tensors."""
+    """The first page's content. ``digest`` covers the names, dtypes and shapes of the tensors."""
 
     version: int
     digest: str
 
 
 class KeptWeights:
-    """One rank's memory for its weights.
+    """Copies one rank's live weights to the fork server's memory, and back.
 
     Args:
-        path: the path of the memory. Empty if this rank has none.
+        path: the path of the memory. Empty if the rank's weights are not kept.
         stream: the stream on which the copies run.
         answer: sends an answer to the driver. This class calls it on any thread.
     """
@@ -91,7 +91,7 @@ class KeptWeights:
         self._run(link, message.id, KEEP, copy)
 
     def restore(self, message: RestoreWeights) -> None:
-        """Copy the weights from the memory to the live weights, and answer True after that.
+        """Copy the weights from the memory to the live weights, then answer True.
 
         Answer False if the memory holds weights of another version or model, or no weights.
         """
@@ -184,14 +184,14 @@ class _Memory:
         """Write a description of the contents to the first page."""
         body = b"" if contents is None else msgspec.msgpack.encode(contents)
         self._map[8 : 8 + len(body)] = body
-        # Write the length last, because it makes the contents valid.
+        # Write the length last, because a length above 0 makes the contents valid.
         self._map[:8] = len(body).to_bytes(8, "little")
 
     def lock(self, place: torch.Tensor) -> None:
         """Page-lock a piece, so that a GPU copies to it at the speed of its bus.
 
-        Other CUDA calls wait during the lock, so each piece is locked separately. Locking all of
-        the memory at once would take 6 s for 16 GB on an H200. The lock lasts until the exit.
+        Locking delays other CUDA calls, so each piece is locked separately. Locking all of the
+        memory at once would take 6 s for 16 GB on an H200. Pieces stay locked until the exit.
         """
         address = place.data_ptr()
         if address not in self._locked:
@@ -203,7 +203,7 @@ class _Memory:
     def places(
         self, live: Mapping[str, torch.Tensor]
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pairs of the place of a tensor, with its dtype and shape, and the tensor.
+        """Yield pairs: a place in the memory, and the tensor that it stores, with equal shapes.
 
         Large contiguous tensors are split into pieces. No two pieces share a page.
         """

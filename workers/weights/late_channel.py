@@ -27,8 +27,8 @@ class LateRankWeights:
     """Serves the weight channel of an engine on the CPU, until ``close``.
 
     Args:
-        make: returns the real channel. It may import torch. The socket's thread calls it before it
-            handles the first message.
+        make: returns the real channel, and may import torch. The socket's thread calls it for the
+            first message other than ``Rejoin``, if torch is installed.
     """
 
     def __init__(self, spec: WorkerSpec, make: Callable[[RankSocket], RankWeights]) -> None:
@@ -42,7 +42,7 @@ class LateRankWeights:
         self._socket.start()
 
     def close(self) -> None:
-        """Stop serving. Do not wait for the thread."""
+        """Stop serving soon. This does not wait for the thread."""
         self._socket.close()
 
     def _handle(self, message: Any) -> None:

@@ -1,7 +1,7 @@
 """Copy live weights from one rank to the same rank of a new worker: the code of both ranks.
 
-Each copy uses a separate store, process group of two ranks and link thread, besides the groups of
-the weight channel. So the sending rank keeps decoding, and a failure ends only this group. The
+Each copy has its own store, process group of two ranks and link thread, separate from the weight
+channel's. The sending rank thus keeps decoding during a copy, and a failure ends only the copy. The
 driver starts no update during a copy, so the sent weights do not change.
 """
 
@@ -76,7 +76,7 @@ class PeerCopy:
             ready["live"] = self._engine.live.tensors()
             link.store = Store(self._host, message.timeout)
             port = link.store.port
-            # Connect as a client, like the receiver, so that this breaks when the store is closed.
+            # Connect as a client, like the receiver, so that closing the store ends the wait.
             ready["store"] = connect_store(self._host, port, message.timeout)
             return PeerCopyOffer(self._host, port, digest(ready["live"]))
 
@@ -118,7 +118,7 @@ class PeerCopy:
         link.submit(job)
 
     def cancel(self) -> None:
-        """Release the engine at once, even while the link's thread waits."""
+        """Stop the copy, and release the engine at once, even while the link's thread waits."""
         self._link.abandon()
         self._engine.release(self._receiving, None)
 
@@ -164,7 +164,7 @@ def _before_others() -> Iterator[None]:
     try:
         yield
     finally:
-        # If another copy runs, or this worker has had no requests, the value was 0 before: keep it.
+        # The value was 0 before if another copy runs or this worker has had no requests. Keep 0.
         with contextlib.suppress(OSError):
             try:
                 if nice is not None and nice != "0":

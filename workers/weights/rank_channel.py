@@ -91,8 +91,8 @@ class RankWeights:
         self._full = FullStage(live, announcements)
         self._bucketed = BucketedStage(engine, self._current, self._stream)
         self._files = FilesStage(live, self._current, self._stream)
-        # The scheduler runs Python code for milliseconds at a time. With the default interval, the
-        # messages of an update could wait for five milliseconds.
+        # The scheduler runs Python code for milliseconds at a time. With the default switch
+        # interval, a message of an update could wait for 5 ms.
         sys.setswitchinterval(5e-4)
         self._newest = 0
         """The id of the driver's last message."""
@@ -107,7 +107,7 @@ class RankWeights:
             self._socket.start()
 
     def close(self) -> None:
-        """Stop serving. Do not wait for the thread."""
+        """Stop serving soon. This does not wait for the thread."""
         self._socket.close()
 
     def committed(self, update: int, pause: Callable[[], float], error: str = "") -> None:
@@ -183,7 +183,7 @@ class RankWeights:
         self._link.submit(lambda: self._socket.answer(perform(id_, phase, work)))
 
     def _ask(self, id_: int, phase: str, work: Callable[[], Any]) -> None:
-        """Answer a question. It is not part of an update, so an abort does not affect it."""
+        """Answer a question. It is no part of an update, so an abort does not affect the answer."""
         self._questions.submit(lambda: self._socket.answer(perform(id_, phase, work)))
 
     def _commit(self, id_: int) -> None:
@@ -207,7 +207,7 @@ class RankWeights:
         self._socket.answer(RankAnswer(message.id, ABORT, None, msgspec.Raw(encode(dirty))))
 
     def connection_broke(self) -> bool:
-        """Give up all work for the driver. Return whether only some live weights are new."""
+        """Give up all work for the driver. Return whether some but not all live weights are new."""
         self._cancel_copies()
         return self._give_up(self._newest, leave=True)
 
@@ -216,7 +216,7 @@ class RankWeights:
         self._kept.cancel()
 
     def _give_up(self, id_: int, *, leave: bool) -> bool:
-        """Discard all updates up to this one. Return whether only some live weights are new.
+        """Discard all updates up to ``id_``. Return whether some but not all live weights are new.
 
         Args:
             leave: whether to leave the group as well.
@@ -277,8 +277,8 @@ class RankWeights:
         update = self._preparation.prepare(message, dirty=self._current.dirty)
         self._current.begin(update)
         if update.drained and not self._current.dirty:
-            # Drain now, because this wait can be longer than the time limit of a collective, and
-            # because the update can still be aborted.
+            # Drain before STAGE, because the wait can be longer than the time limit of a
+            # collective, and because the update can still be aborted.
             self._engine.hold(message.id, message.inflight)
             while not self._engine.held(message.id, 0.1):
                 self._current.check(message.id)

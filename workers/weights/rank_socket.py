@@ -27,8 +27,8 @@ class RankSocket:
     Args:
         settings: the settings of the rank, which ``RankHello`` contains.
         handle: handles a message. It is called on the socket's thread.
-        give_up: gives up the current update after the connection broke. It returns whether only
-            some live weights are new. It is called on the socket's thread.
+        give_up: gives up the current update after the connection broke. It returns whether some
+            but not all live weights are new. It is called on the socket's thread.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class RankSocket:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop serving. Do not wait for the thread."""
+        """Stop serving soon. This does not wait for the thread."""
         self._closed = True
         self._wake()
 
@@ -89,7 +89,7 @@ class RankSocket:
         self._wake()
 
     def _reconnect(self, dealer: ZmqPolledDealer) -> None:
-        """Replace the connection. Its messages were lost, so no current update can continue."""
+        """Replace the connection, and give up the current update, because messages were lost."""
         self._broken = False
         self._watch.handled()
         self._watch = BreakWatch(self._spec.returns, self._on_break)

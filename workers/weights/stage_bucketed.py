@@ -1,4 +1,4 @@
-"""Receive an update directly into the live weights, because a second copy would not fit."""
+"""Receive an update directly into the live weights, because a second copy of them does not fit."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class BucketedStage:
                 if self._is_held(update, 0):
                     # The scheduler is already held, so copy at once.
                     apply_oldest()
-            # Copy after all broadcasts are launched, because they would wait for these copies.
+            # Copy after all broadcasts are launched. Later broadcasts would wait for the copies.
             while waiting:
                 apply_oldest()
             for work in straight:
@@ -90,5 +90,8 @@ class BucketedStage:
         self._stream.synchronize()
 
     def _is_held(self, update: Update, timeout: float) -> bool:
-        """Wait until the engine is held. An engine with some new live weights is held already."""
+        """Wait until the engine is held, for at most ``timeout`` seconds. Return False after that.
+
+        If some live weights are new already, the engine is held and this does not wait.
+        """
         return self._current.dirty or self._engine.held(update.id, timeout)

@@ -19,7 +19,7 @@ from .weight_engine import LiveWeights
 
 
 class FilesStage:
-    """Reads weights from files into spare or staging memory, and casts them to its dtypes."""
+    """Reads weights from files into spare or staging memory, cast to the dtypes used there."""
 
     def __init__(self, live: LiveWeights, current: CurrentUpdate, stream: SideStream) -> None:
         self._live = live

@@ -35,9 +35,10 @@ class Update:
     Attributes:
         memory: one tensor of bytes for each bucket, or for each slot of a ring.
         staged: the tensors of each bucket, as views of ``memory``.
-        bound: the result of ``WeightEngine.bind``.
-        spare: the engine's spare memory, which replaces ``memory`` if the engine has it. A bucket
-            that arrives as one piece is received into ``memory`` and then unpacked.
+        bound: the result of ``LiveWeights.bind``.
+        spare: the tensors in the engine's spare memory, by name. None if the engine has no spare
+            memory for the update. With ``spare``, only a bucket that arrives as one piece is
+            received into ``memory``, and is then unpacked.
     """
 
     def __init__(self, message: Prepare, layout: Layout, mode: str, room: int) -> None:
@@ -55,12 +56,12 @@ class Update:
 
     @property
     def drained(self) -> bool:
-        """True if the engine is held from ``Prepare`` on, once its running requests finish."""
+        """True if PREPARE waits until the running requests finish, and then holds the engine."""
         return self.message.inflight == "drain"
 
     @property
     def worth_keeping(self) -> bool:
-        """True if the next update may use this memory, because keeping it costs little memory."""
+        """True if the next update may use this memory: it is small, or it is ``spare``."""
         little = self.layout.total <= KEPT_BYTES
         return self.mode == "full" and (little or self.spare is not None)
 
@@ -137,7 +138,7 @@ def broadcast(group: Group, update: Update, bucket: int, data: torch.Tensor, vie
 
 
 class Nothing:
-    """Replaces the work handle of a broadcast that has already finished."""
+    """The work handle of a transfer that has already finished."""
 
     @staticmethod
     def wait() -> None:

@@ -42,7 +42,7 @@ class LiveWeights(Protocol):
         ...
 
     def spare(self, names: Sequence[str]) -> Staged | None:
-        """Return memory for these tensors that becomes live without a copy.
+        """Return spare memory for these tensors. This memory can become live without a copy.
 
         The caller fills the memory, then calls ``WeightEngine.staged`` with None. The engine keeps
         the memory until it becomes live. Weights that ``names`` does not contain already have
@@ -58,7 +58,7 @@ class LiveWeights(Protocol):
         ...
 
     def targets(self, names: Sequence[str]) -> list[torch.Tensor] | None:
-        """Return the live tensors with these names, to receive new values without a copy.
+        """Return the live tensors that can receive the values of these weights without a copy.
 
         Return None unless all of them are contiguous and have the sizes of the named weights.
         """
@@ -94,7 +94,7 @@ class WeightEngine(Protocol):
         ...
 
     def nearly_staged(self, seconds: float, exchanged: bool) -> None:
-        """Announce that all tensors will have arrived in about ``seconds``, within about one step.
+        """Announce one or two steps ahead that all tensors will have arrived in ``seconds``.
 
         Args:
             exchanged: whether the tensors arrive in ``LiveWeights.spare``.
