@@ -19,8 +19,8 @@ from ..patch import Setup
 
 def install(setup: Setup) -> None:
     """Patch SGLang's functions for a CPU."""
-    # A build option decides whether SGLang considers the wheel a CPU build. Without it, the rotary
-    # layer imports vllm's CUDA kernel.
+    # A build option decides whether SGLang considers the wheel a CPU build. In other builds, the
+    # rotary layer imports vllm's CUDA kernel.
     rotary._is_cpu = True
     # On a CPU SGLang pads MLPs and experts to a multiple of 32, for kernels that the wheel does not
     # contain. No weight is loaded into the padding, and SGLang does not set it to zero.

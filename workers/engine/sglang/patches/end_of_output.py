@@ -1,17 +1,17 @@
 """Decide when an output ends, by SGLang's rules with four changes.
 
-* The last token that a request may have can also end the output: as an end of sequence, a stop
-  token, or the end of a stop string. SGLang (0.5.17 to 0.5.23) checks the length first, and then
-  nothing else. It reports a complete answer as "length", so a trainer that masks truncated answers
-  masks this answer, too.
-* An aborted request makes one more step. If the token of this step ends the output, the output is
-  complete. Otherwise a caller that continues aborted outputs (a session's turn) would continue
-  after the end.
+* A request may reach its length limit with a token that also ends the output in another way: an
+  end of sequence, a stop token, or the end of a stop string. The output is then complete. SGLang
+  (0.5.17 to 0.5.23) checks the length first. At the limit it checks nothing else, and reports
+  "length", so a trainer that masks truncated answers masks this answer, too.
+* SGLang runs an aborted request for one more step. If the token of this step ends the output, this
+  patch reports the output as complete, not as aborted. Without this change, a caller that continues
+  aborted outputs (a session's turn) would continue after the end.
 * ``ignore_eos`` concerns only the model's own end of sequence. SGLang also ignores the request's
   ``stop_token_ids``.
-* ``min_new_tokens`` holds for every kind of end. SGLang applies it only to tokens that the sampler
-  must not draw. With this patch, a stop string or a stop expression counts only if its match ends
-  after the minimum. The match may begin earlier. vLLM does the same.
+* ``min_new_tokens`` holds for every kind of end. SGLang only keeps the sampler from drawing end
+  tokens before the minimum. With this patch, a stop string or a stop expression also counts only if
+  its match ends after the minimum. The match may begin earlier. vLLM does the same.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def install(setup: Setup) -> None:
     Req._check_str_based_finish = _check_str_based_finish
 
 
-# ``wraps`` lets code that reads the source of these methods read SGLang's source.
+# Because of ``wraps``, ``inspect.getsource`` returns SGLang's source for these methods.
 
 
 @wraps(_update)
@@ -89,7 +89,7 @@ def _check_str_based_finish(self: Any, new_accepted_len: int = 1) -> bool:
         return bool(_check_strings(self, new_accepted_len))
     if len(self.output_ids) <= least:
         return False
-    # These lengths are upper bounds of the number of tokens of a match.
+    # A match has at most ``stop_str_max_len`` or ``stop_regex_max_len`` tokens.
     size = max(params.stop_str_max_len, params.stop_regex_max_len) + new_accepted_len
     start = max(0, len(self.output_ids) - size)
     before = self.tokenizer.decode(self.output_ids[start : max(start, least)])

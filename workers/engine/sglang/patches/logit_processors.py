@@ -4,10 +4,11 @@ SGLang (0.5.17 to 0.5.23) accepts a pickled class in each request. With this pat
 a declared class, and each process has one instance of each class.
 
 With overlap, SGLang samples a token before it has processed the result of the previous step, so a
-processor gets a request without its last token. With this patch, sampling waits for that result, as
-it does for a grammar.
+processor gets a request without its last token. With this patch, sampling waits for the result of
+the previous step, as for requests with a grammar.
 
-A processor that raises would end the worker. With this patch only its request ends, with an error.
+A processor that raises would end the worker. With this patch, only the request for which it raises
+ends, with an error.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def install(setup: Setup) -> None:
         made = init_new(cls, batch, *args, **kwargs)
         info = made.sampling_info
         if info is not None and info.has_custom_logit_processor and info.grammars is None:
-            # SGLang delays sampling if there is a list of grammars. This list is empty.
+            # SGLang delays sampling if there is a list of grammars, even an empty list.
             info.grammars = []
         return made
 
@@ -57,7 +58,7 @@ def install(setup: Setup) -> None:
 
 
 def attach(request: Any) -> None:
-    """Replace the reference from a request's parameters to it by a weak one, as in SGLang 0.5.23.
+    """Make the reference from a request's parameters to the request weak, as in SGLang 0.5.23.
 
     A reference cycle would keep the request alive until Python's garbage collector runs.
     """
@@ -109,8 +110,8 @@ class Guarded:
     def __call__(self, logits: torch.Tensor, params: Sequence[dict[str, Any]]) -> torch.Tensor:
         """Change the logits, float [n, vocabulary], of n requests.
 
-        Rows without a used token do not change, because their request has ended or its prefill
-        continues.
+        A row does not change if its request has ended or is still being prefilled, because the
+        sampled token is not used.
         """
         rows = [row for row, own in enumerate(params) if _is_used(own[REQUEST_PARAM])]
         if len(rows) == len(params):

@@ -5,13 +5,14 @@ prefill. The same happens to a request that continues the output of another work
 restores the penalties of both. SGLang also applies the penalties of one request in an order that
 differs between processes. This module fixes the order: see ``docs/logprobs.md``.
 
-With overlap, SGLang (0.5.17 to 0.5.23) has a second fault. In each step it passes one token of a
-request to the penalizers, its last token, no matter how many tokens have arrived since the previous
-step. After a prefill in between, it omits one token and counts the next token twice. The first step
-counts the last token of the prompt. This module passes each token once, when the token exists.
+With overlap, SGLang (0.5.17 to 0.5.23) has a second fault. In each decode step it passes only the
+last token of a request to the penalizers, no matter how many tokens have arrived since the previous
+decode step. If a prefill ran between two decode steps, SGLang omits one token and counts the next
+token twice. A request's first decode step counts the last token of the prompt. This module passes
+each token once, when the token exists.
 
 Before ``min_new_tokens``, SGLang forbids only the end token of the tokenizer. The configuration of
-the model may contain others (``eos_token_id``). This module forbids all of them.
+the model may contain more end tokens (``eos_token_id``). This module forbids all of them.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ def install(setup: Setup) -> None:
         info = before(cls, batch, vocab_size)
         orchestrator = info.penalizer_orchestrator
         if orchestrator.is_required:
-            # SGLang's order is the order of a set, which differs between processes. The overlapping
-            # loop always applies the additive penalties first.
+            # SGLang's order is the order of a set, which differs between processes. Apply the
+            # additive penalties first, as the overlapping loop always does.
             order = sorted(orchestrator.penalizers.items(), key=lambda p: p[1].is_multiplicative)
             orchestrator.penalizers = dict(order)
             for penalizer in orchestrator.penalizers.values():
@@ -89,7 +90,7 @@ def _cumulate(self: Any) -> None:
         if not penalizer.is_prepared():
             continue
         if isinstance(penalizer, BatchedMinNewTokensPenalizer):
-            # This penalizer counts steps, including the current step, whose token does not exist.
+            # This penalizer counts steps, including the current one, which has no token yet.
             penalizer.len_output_tokens += 1
         else:
             restore(penalizer, rows)

@@ -5,8 +5,9 @@ looks them up when a request ends. If a request was retracted or moved to anothe
 returns the experts of its second prefill. This module collects the experts of each step together
 with the results of the step. Host memory is used only for tokens from the prefix cache.
 
-SGLang's host memory has the type int32, and is pinned, which needs a CUDA driver. SGLang 0.5.17
-also copies from a buffer that the next step may already have overwritten.
+SGLang's host memory has the type int32, and is pinned, which needs a CUDA driver. This module uses
+ordinary memory and a smaller type. SGLang 0.5.17 also copies from a buffer that the next step may
+already have overwritten.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def install(setup: Setup) -> None:
 
 
 def smallest_dtype(counts: list[Any]) -> torch.dtype:
-    """Return the dtype for expert ids. The first integer in ``counts`` is the number of experts."""
+    """Return the dtype of expert ids. The first integer in ``counts`` is the number of experts."""
     count = next((count for count in counts if isinstance(count, int)), None)
     return torch.uint8 if count is not None and count <= 256 else torch.int16
 
@@ -89,7 +90,7 @@ def _on_forward_end(
     cuda_graph_batch: int | None,
     no_copy_to_cpu: bool = False,
 ) -> Any:
-    """Return the experts of a step, also where SGLang would write them to its host memory."""
+    """Return the experts of a step, even if SGLang would write them to host memory instead."""
     output = BaseTopkCapturer.on_forward_end(
         self, forward_batch, can_run_graph, cuda_graph_batch, no_copy_to_cpu=True
     )
@@ -117,7 +118,7 @@ def attach(batch: Any, result: Any) -> None:
 
 
 def collect(scheduler: Any, batch: Any, result: Any) -> None:
-    """Keep the experts of a step, and pass them to the adapter if this rank has an adapter.
+    """Write the experts of a step to host memory, and pass them to ``Adapter.routed`` on rank 0.
 
     Call this before SGLang processes the step.
     """
@@ -138,12 +139,15 @@ def collect(scheduler: Any, batch: Any, result: Any) -> None:
         else:
             begin, count = spans[i]
         own, at = rows[at : at + count], at + count
-        # SGLang discards the tokens of such requests, and computes them again later.
+        # SGLang discards the tokens of finished and retracted requests.
         if not (request.finished() or request.is_retracted):
             adapter.routed(request, begin, own)
 
 
 def cached(scheduler: Any, request: Any, begin: int, end: int) -> Any:
-    """Return the rows of tokens in the KV cache, shape [end - begin, layers, k]."""
+    """Return a request's rows from ``begin`` to ``end``, shape [end - begin, layers, k].
+
+    The KV cache must contain the tokens of these rows.
+    """
     at, pool = compat.pool_index(request), scheduler.req_to_token_pool
     return get_global_experts_capturer().get_topk(at, end + 1, pool, begin).numpy()

@@ -2,11 +2,11 @@
 
 SGLang's own ``return_sampling_mask`` (0.5.17 to 0.5.23) rejects top-p without top-k. Version 0.5.17
 waits for the GPU in every step. Version 0.5.23 ends a request if the mask has too many tokens, or
-if the request has one of our seeds, because SGLang does not know how such a token is drawn.
+if the request has a seed, because SGLang does not know how ``seeded_sampling`` draws a token.
 
-In this module, one function limits the probabilities. The draw, the tokens that could be drawn and
-their logprobs all use its result, so they always agree. A batch without such requests has no extra
-computation.
+In this module, one function (``limited``) limits the probabilities. The draw, the tokens that could
+be drawn and their logprobs all use its result, so they always agree. A batch without reports has no
+extra computation.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ class Rows(NamedTuple):
 
     Attributes:
         raw: rows whose logprobs are the logprobs of the model's logits.
-        limited: rows that need the limited distribution: first the rows in ``packed``, then others.
-        packed: rows that need a bit for each drawable token: first the rows in ``masks``, then rows
-            in ``processed`` with token ids.
+        limited: rows that need the limited distribution: first the rows in ``packed``, then the
+            other rows in ``processed``.
+        packed: rows that need a bit for each drawable token: first the rows in ``masks``, then the
+            other rows in ``processed`` whose requests ask for the logprobs of given token ids.
         masks: rows whose drawable tokens are reported.
         processed: rows whose logprobs are the logprobs of the limited distribution.
-        processed_at: the positions of these rows in ``limited``.
+        processed_at: the index in ``limited`` of each row in ``processed``.
     """
 
     raw: list[int]
@@ -58,12 +59,13 @@ class Rows(NamedTuple):
 
 
 class Limited(NamedTuple):
-    """The limited distributions of k rows.
+    """The limited distributions of the k rows in ``Rows.limited``.
 
     Attributes:
         total: float32 [k], the logarithm of the total probability of all drawable tokens.
         count: int64 [k], the number of drawable tokens.
-        bits: uint8 [packed, bytes], one bit for each token of the vocabulary.
+        bits: uint8 [packed, bytes], one bit for each token of the vocabulary, for the rows in
+            ``Rows.packed``.
     """
 
     total: torch.Tensor
@@ -217,9 +219,10 @@ def _index(rows: list[int], like: torch.Tensor) -> torch.Tensor:
 
 
 def _limit(probs: torch.Tensor, info: Any, rows: Rows, ids: torch.Tensor, simple: bool) -> Limited:
-    """Limit the distributions of some rows. Draw their tokens again, unless the rows have seeds.
+    """Limit the distributions of the rows in ``rows.limited``, and draw their tokens again.
 
-    SGLang's samplers round differently, so their token may be outside of the limits.
+    SGLang's samplers round differently, so the token that they drew may be outside of the limits.
+    A token that was drawn with a seed stays, because the seeded draw uses the same limits.
 
     Args:
         ids: the drawn tokens of all rows, changed in place.
@@ -339,10 +342,11 @@ def _write_processed(
 def _within(
     values: torch.Tensor, inside: torch.Tensor, total: torch.Tensor, count: torch.Tensor
 ) -> torch.Tensor:
-    """Return logprobs in a limited distribution. A token outside of it gets the lowest number.
+    """Return logprobs in a limited distribution. A token that is not drawable gets the minimum.
 
     Args:
         values: the logprobs of the tokens before the limits.
+        inside: whether each token is drawable.
         total, count: the fields of ``Limited`` for this row.
     """
     least = torch.finfo(values.dtype).min

@@ -40,7 +40,7 @@ def attach(requests: Sequence[Any]) -> None:
 
 
 def _divided(get_logits: Any, divisors: list[float]) -> Any:
-    """Return a function like ``get_logits``. Over all its calls, it divides row i by divisor i."""
+    """Return ``get_logits`` with divided results. Row i, counted over all calls, has divisor i."""
     left = torch.tensor(divisors)
 
     def divided(states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

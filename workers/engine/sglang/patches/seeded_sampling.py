@@ -1,9 +1,9 @@
 """Seeded sampling: a request with a seed draws the same tokens, in any batch.
 
 SGLang supports seeds only in its deterministic mode. This mode gives all requests without a seed
-the same seed, and makes all requests slower. In 0.5.17, its noise is infinite for the largest of
-the 2**32 hash values. About once in 28,000 draws from 150,000 tokens it therefore draws any token,
-even a token of probability 0.
+the same seed, and makes all requests slower. In 0.5.17, the noise of this mode is infinite for the
+largest of the 2**32 hash values. In about one of 28,000 draws from 150,000 tokens, this noise makes
+SGLang draw an arbitrary token, even a token of probability 0.
 
 With this patch, a draw of a seeded request is a function of (seed, position, token) and the
 probabilities. Requests without a seed are drawn as usual. While no seeded request is alive, there
@@ -27,7 +27,7 @@ _ELEMENTS = 1 << 24
 """Maximum number of elements in a block of rows. This limits the memory of the noise."""
 
 _one_by_one = False
-"""Whether to sum over one row at a time, because on a GPU more rows change the rounding."""
+"""Whether to compute sums for one row at a time. On a GPU, more rows change the rounding."""
 
 _alive: weakref.WeakSet[Any] = weakref.WeakSet()
 """SGLang's requests that have a seed. Every tensor-parallel rank has a copy of each request."""
@@ -54,7 +54,8 @@ _sample_from_probs = Sampler._sample_from_probs
 def _with_seeds(cls: Any, batch: Any, vocab_size: int) -> Any:
     """Create SGLang's sampling info with a tensor of seeds.
 
-    Batches without seeds also have the tensor, because SGLang merges two batches only if both do.
+    Batches without seeds have the tensor, too, because SGLang can merge two batches only if both
+    have it.
     """
     info = _from_schedule_batch(cls, batch, vocab_size)
     seeds = []
@@ -125,7 +126,7 @@ def row_blocks(rows: int, columns: int, sums: bool) -> Iterator[slice]:
     """Yield blocks of rows that are small enough for float64.
 
     Args:
-        sums: whether the results depend on the rounding of sums over rows.
+        sums: whether the results depend on the rounding of each row's sum.
     """
     size = 1 if sums and _one_by_one else max(1, _ELEMENTS // columns)
     for at in range(0, rows, size):

@@ -4,8 +4,8 @@ An example is ``(a+)+b`` on many a's. SGLang searches every output between two s
 ``re`` backtracks, so each further character doubles the time. All requests of the worker would wait
 until the driver detects a hang and kills the worker. The next worker would get the same request.
 
-Do not install this with ``tp_size > 1``. Each rank searches by itself. If only some ranks exceed
-the limit, the others would continue a request that has ended on these.
+Do not install this with ``tp_size > 1``. Each rank searches by itself. If only some ranks exceeded
+the limit, the request would end on these ranks and continue on the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LIMIT: Final = 0.5
 This is a thousand times the time of an ordinary search in an output of ten thousand characters.
 """
 AGAIN: Final = 0.01
-"""Seconds for an expression that has exceeded ``LIMIT`` once, because samples may share it."""
+"""Seconds for an expression that exceeded the limit before. Many samples may share it."""
 _SLOW: Final = 256
 
 

@@ -4,9 +4,9 @@ There are four causes. A logit processor may fail, or allow no token. A grammar 
 after the accepted tokens, for example ``root ::= root "a"``. A grammar may allow only an end that
 ``min_new_tokens`` still forbids. The logits of a model that has diverged are NaN.
 
-For such a row SGLang's greedy sampling returns token 0. Its other sampling fails an assertion of
-torch, which ends the process (on a GPU its CUDA context) and therefore all other requests. A retry
-of the request would end the next worker.
+If a row has no drawable token, SGLang's greedy sampling returns token 0. SGLang's random sampling
+fails an assertion of torch. This ends the process (on a GPU, its CUDA context), and with it all
+other requests. A retry of the request would end the next worker.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def install(setup: Setup) -> None:
         # The softmax of a row is NaN if a value is NaN or infinite, or if all values are -inf.
         rows = info.sglrl_undrawable = torch.isnan(probs[:, 0])
         if probs.is_cuda:
-            # Avoid a wait for the GPU, so do not ask whether there is such a row.
+            # Do not test whether there is an undrawable row: the test would wait for the GPU.
             probs.masked_fill_(rows[:, None], 1 / probs.shape[1])
         elif rows.any():
             probs[rows] = 1 / probs.shape[1]
