@@ -5,11 +5,11 @@ In a step of 1,024 requests almost every request gets one token and continues. S
 calls for each of them.
 
 In this module, a request that only continues gets its token and its logprob, and nothing else.
-SGLang's own code processes all other requests, as a smaller batch. These are requests that may end
-with this token, that report it, or that need more than the token and its logprob.
+SGLang's own code processes all other requests, as a smaller batch: requests that may end with the
+new token, that report it, or that need more than the token and its logprob.
 
-The fast path omits work that SGLang's methods need only in other cases. ``patch_list`` names these
-methods, and their sources are checked.
+The fast path omits work of SGLang's methods. The work has no effect on a request that only
+continues. ``patch_list`` names these methods, so their sources are checked.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..patch import Setup
 
 
 class _Plan:
-    """Values that decide whether a token is the last token, and whether to report it.
+    """Values that decide whether a token ends the request, and whether to report the token.
 
     Attributes:
         limit: the maximum number of tokens of the request.
@@ -155,7 +155,7 @@ class Results(SchedulerBatchResultProcessor):  # type: ignore[misc]
                 continue
             output = request.output_ids
             count, sent, interval = len(output) + 1, request.send_token_offset, plan.interval
-            # Some versions count all tokens of a request, others only the unsent tokens.
+            # For the interval, some SGLang versions count all tokens, others the unsent tokens.
             if (
                 count >= plan.limit
                 or not sent

@@ -4,10 +4,11 @@ Without top-p, top-k and min-p every token can be drawn. SGLang then divides the
 probabilities, noise, quotients and the logarithms of all of them. These are a dozen passes over
 [requests, vocabulary]. With a small model and a large vocabulary they take a third of a step.
 
-This module reads each logit once. An exponential race selects the token: with E exponentially
-distributed, the token with the smallest E / p is drawn with probability p. The logarithm of this
-quotient needs no probabilities (the Gumbel-max trick, https://arxiv.org/abs/1411.0030, section 2).
-The same pass sums the terms of the logprob.
+This module reads each logit once. An exponential race selects the token: each token gets a random
+number E with an exponential distribution, and the token with the smallest E / p wins. Each token
+wins with its probability p. Comparing the logarithms of E / p needs no probabilities (the
+Gumbel-max trick, https://arxiv.org/abs/1411.0030, section 2). The same pass sums the terms of the
+logprob.
 
 SGLang handles all other cases: other ways to sample, seeds (``seeded_sampling``), top logprobs, and
 reports (``sampling_reports``).
@@ -31,9 +32,9 @@ from ..patches import seeded_sampling
 logger = logging.getLogger("sglrl.worker")
 
 _LANES = 512
-"""Lanes of one program. A lane handles four logits, because one random draw yields four numbers."""
+"""Number of lanes in a program. Each handles four logits: one random draw yields four numbers."""
 _KEY = 0x2545F4914F6CDD1D
-"""Makes the random numbers differ from the numbers that torch draws with the same seed."""
+"""Changes torch's seed, so that the random numbers differ from the numbers that torch draws."""
 _LONG = 1 << 61
 
 _begun = False
@@ -152,13 +153,14 @@ def draw(
         logits: float [n, vocabulary]. -inf forbids a token. The logits do not change.
         temperatures: float32 [n] or [n, 1].
         key, step: the seed and the position of the random numbers. The result is a function of
-            them, the row's number and the row's values. Both are from 2**61 to 2**62, because
+            these two, the row's index and the row's values. Both are from 2**61 to 2**62, because
             Triton never compiles numbers of this size as 32 bits.
         lanes: the number of lanes of one program, a power of two.
 
     Returns:
-        Token ids, int32 [n]; their logprobs, float32 [n]; and rows without a token, bool [n]. A row
-        has no token if a value is NaN or +inf, or if all are -inf. Its id and logprob are then 0.
+        Token ids, int32 [n]; their logprobs, float32 [n]; and whether each row has no token, bool
+        [n]. A row has no token if a value is NaN or +inf, or if all values are -inf. The id and the
+        logprob of this row are 0.
     """
     rows, columns = logits.shape
     if logits.stride(1) != 1:
@@ -187,7 +189,7 @@ def draw(
 
 
 def install(setup: Setup) -> Callable[[Any], bool]:
-    """Patch SGLang's sampler. Return a function that compiles the kernels, then uses them."""
+    """Patch SGLang's sampler. Return a function that compiles the kernels and enables them."""
     if theirs.SGLANG_RETURN_ORIGINAL_LOGPROB:
         return lambda scheduler: False
     forward = Sampler.forward
@@ -238,7 +240,7 @@ def _takes(info: Any, return_logprob: bool, top_logprobs: Any, token_ids: Any) -
 
 
 def _next_step(device: torch.device) -> tuple[int, int]:
-    """Return seed and offset of torch's generator, and advance it. All ranks get equal values."""
+    """Return ``key`` and ``step`` from torch's generator. All ranks get the same values."""
     generator = torch.cuda.default_generators[device.index]
     at: int = generator.get_offset()
     generator.set_offset(at + 4)

@@ -50,7 +50,7 @@ def move(model: torch.nn.Module) -> Pages | None:
 
     Returns:
         The memory. None if there are no such parameters, if the parameters are on several devices,
-        or if the device has no room or no support for such memory.
+        or if the device has no room or no support for memory that can be exchanged.
     """
     movable = [p for p in model.parameters() if p.is_contiguous() and p.numel() and _alone(p)]
     devices = {p.device for p in movable}

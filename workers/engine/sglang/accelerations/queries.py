@@ -8,7 +8,7 @@ thread.
 
 This module runs the waiting queries as decode steps between two of SGLang's own steps. The steps
 use SGLang's model runner, memory and prefix cache, and leave these as SGLang's own requests would.
-A query with a few new tokens becomes as many rows (``short_prefill.py``).
+A query with a few new tokens becomes one row for each new token (``short_prefill.py``).
 
 SGLang runs all other queries. Their tokens stay in the cache, which serves later queries.
 """
@@ -38,7 +38,7 @@ _AT_ONCE = 32
 """Maximum queries in one step. One step's answers are sent while the next step is computed."""
 
 _AT_ONCE_WITHOUT_GRAPHS = 64
-"""Maximum without CUDA graphs. A step then costs nearly the same for any number of rows."""
+"""Maximum without CUDA graphs, where a step costs nearly the same for any number of rows."""
 
 
 class Known:
@@ -173,7 +173,7 @@ class Queries:
         return Known(request, match.device_indices, match.last_device_node)
 
     def _launch(self, step: list[Known]) -> Callable[[], None] | None:
-        """Launch a step. Return None if there is no room, which SGLang's scheduling then makes."""
+        """Launch a step. Return None if there is no room. SGLang's own scheduling can make room."""
         scheduler = self._scheduler
         # These rows of the table stay marked as free. The step uses them until SGLang's next step,
         # and no request takes a row before that.

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch.nn.functional import scaled_dot_product_attention
 
 _BLOCK = 256
-"""Maximum new tokens of a request in one call, and therefore maximum rows of a mask."""
+"""Maximum new tokens of a piece of a request. A mask has at most this number of rows."""
 _ALIKE = 8, 64
-"""Numbers of new tokens, and of context tokens, up to which requests count as equally long."""
+"""New tokens and context tokens. Up to these numbers, requests count as equally long."""
 _MASKED = 1 << 21
 """Maximum elements of the mask of one call."""
 _GATHERED = 32 << 20
@@ -75,7 +75,7 @@ def plan(
     calls = []
     which, begin, count, first = pieces(begins.numpy(), counts.numpy())
     if window is None:
-        # Without a mask, the causal kernel skips later tokens.
+        # The causal kernel needs no mask and skips later tokens, so use it for new prompts.
         whole = (begins == 0) & (counts > (_BLOCK if len(rows) > 1 else 0))
         for request in whole.nonzero().flatten().tolist():
             size = int(counts[request])

@@ -4,10 +4,10 @@ A group is, for example, n samples of one prompt, or requests with the same syst
 ``core/prefix_groups.py`` decides which requests wait.
 
 SGLang's scheduler plans the next prefill without the requests that wait. They keep their places in
-its queue, so that the rest of SGLang still finds them. SGLang itself has two similar mechanisms.
-Its ``Engine`` prefills the prompt of n samples with an extra request before the samples. Its
-in-batch prefix caching (``schedule_policy="lpm"``) puts such requests last, but in the same step if
-there is room.
+SGLang's queue, so that the rest of SGLang still finds them. SGLang itself has two similar
+mechanisms. Its ``Engine`` prefills the prompt of n samples with an extra request before the
+samples. Its in-batch prefix caching (``schedule_policy="lpm"``) puts requests with a shared prefix
+last, but in the same step if there is room.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _wrap(scheduler: Any) -> bool:
 
 
 class SharedPrefix:
-    """Finds the requests that wait on one rank. All ranks of a replica find the same requests."""
+    """Finds the requests that the next prefill omits. All ranks of a replica find the same ones."""
 
     def __init__(self, scheduler: Any) -> None:
         self._scheduler = scheduler

@@ -1,8 +1,8 @@
 """Run a prefill of few tokens as a decode step, and therefore as one CUDA graph.
 
 Each new token becomes a separate row. The row has the KV cache slots of its request, and a context
-that ends with this token. In every layer, the keys and values of all rows are written before any
-row attends. So a row attends to the earlier tokens of its request, as in a prefill.
+that ends with its token. In every layer, the keys and values of all rows are written before any row
+attends. Each row thus attends to the earlier tokens of its request, as in a prefill.
 
 SGLang launches even a short prefill kernel by kernel from Python. On an H200 a query for the next
 token of a 0.6B model took 20 ms this way. As a decode step it takes 4 ms.
@@ -25,7 +25,7 @@ from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, Forw
 from ..patch import Setup
 
 _WITHOUT_GRAPHS = 16
-"""Maximum rows without CUDA graphs. A decode step is then neither faster nor slower."""
+"""Maximum rows without CUDA graphs, where a decode step is as fast as a short prefill."""
 
 ATTENDED = 1 << 16
 """Maximum context of all rows together, in tokens, if a request has several rows.
@@ -67,7 +67,7 @@ def plain(runner: Any) -> bool:
     """Return whether requests of the runner have KV caches and no other state.
 
     Examples of other state are a recurrent state, a second pool for a sliding window, an encoder,
-    an adapter and a draft model.
+    a LoRA adapter and a draft model.
     """
     config = runner.model_config
     return (
@@ -90,7 +90,7 @@ def max_rows(runner: Any) -> int:
 
 
 def is_short(batch: Any, most: int) -> bool:
-    """Return whether a batch is a short prefill that needs only its last logits.
+    """Return whether a batch is a short prefill that needs only each request's last logits.
 
     A prefill is short if it has one token per request, or at most ``most`` tokens in all.
     """
@@ -129,8 +129,8 @@ def as_rows(batch: Any) -> tuple[Any, torch.Tensor | None]:
     """Convert a prefill of [requests] to the equivalent decode step of [tokens] rows.
 
     Returns:
-        The decode step, and the row of each request's last token, int64 [requests]. The rows are
-        None if each request has only one row.
+        The decode step, and the row of each request's last token, int64 [requests]. The second
+        value is None if each request has only one row.
     """
     rows = copy.copy(batch)
     rows.forward_mode = ForwardMode.DECODE
