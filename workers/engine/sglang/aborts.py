@@ -23,7 +23,7 @@ class Aborts:
         self._table = table
 
     def take_unsent(self, id_: int) -> bool:
-        """Drop a request that SGLang has not received, because SGLang would ignore its abort.
+        """Drop a request that SGLang has not received. SGLang would ignore an early abort.
 
         Returns:
             False if SGLang has already received the request.
@@ -80,7 +80,8 @@ class Aborts:
         Args:
             except_for: SGLang ids of requests to keep.
             before: the mode of the ``PauseCommand`` that returns running requests to the queue.
-            lora: abort only the requests with this adapter. None aborts the requests of all.
+            lora: SGLang's id of a LoRA adapter, to abort only the requests that use it. None aborts
+                the requests with and without LoRA adapters.
         """
         table = self._table
         aborts: list[Any] = [PauseCommand(-1, before)]

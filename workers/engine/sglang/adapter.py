@@ -52,7 +52,7 @@ logger = logging.getLogger("sglrl.worker")
 _DRAIN_WAIT = 0.05
 """Poll interval in seconds while a weight update or a sleep waits for a paused engine.
 
-The engine polls because no message reports that the driver has given up this update.
+The engine polls, because no message reports that the driver has given up the update.
 """
 
 Tokens = GenerateArgs | ScoreArgs | NextTokenArgs
@@ -75,9 +75,9 @@ class Adapter(RequestTable):
         self.rows: Rows | None = None
         """Next-token logprobs of the batch whose results are processed now."""
         self.result_version = 0
-        """The version of the weights with which this batch ran."""
+        """The version of the weights with which the batch of ``rows`` ran."""
         self.result_loras: Mapping[str, int] = {}
-        """The versions of the adapters with which this batch ran, by SGLang's ids."""
+        """The versions of the LoRA adapters with which this batch ran, by SGLang's ids."""
 
     # --- calls of the driver ----------------------------------------------------------------------
 
@@ -106,10 +106,10 @@ class Adapter(RequestTable):
         self.requests[id_] = request
 
     def _track(self, asked: Any, args: Tokens, top: int, **values: Any) -> TrackedRequest:
-        """Set the adapter of SGLang's request, and return our record of the request.
+        """Set the LoRA adapter of SGLang's request, and return our record of the request.
 
         Raises:
-            UnknownAdapter: the adapter is not loaded.
+            UnknownAdapter: the LoRA adapter is not loaded.
         """
         version = self.scheduler.sglrl_version
         if not args.lora:
@@ -202,7 +202,7 @@ class Adapter(RequestTable):
 
     @property
     def pending(self) -> bool:
-        """Whether there is work that needs no running request."""
+        """Whether a call waits for an empty prefix cache, or ``draining`` has work."""
         return self.controls.flushing or bool(self.draining)
 
     def tokens(self, output: BatchTokenIDOutput) -> None:
@@ -254,7 +254,10 @@ class Adapter(RequestTable):
         return version, 0 if request.lora is None else loras.get(request.lora, 0)
 
     def launched(self, batch: Any) -> None:
-        """Record the scheduler's versions for the scoring requests in a launched prefill."""
+        """Record the versions of the weights and LoRA adapters that a launched prefill uses.
+
+        Only scoring requests need these versions.
+        """
         scheduler = self.scheduler
         for request, begin in zip(batch.reqs, batch.prefix_lens, strict=True):
             if request.return_logprob:
@@ -278,7 +281,7 @@ class Adapter(RequestTable):
             for row, query in zip(at, queries, strict=True)
         ]
         rows = self.next_tokens.rows(logits, expected)
-        # This acceleration is off in an engine with adapters, so the version of the adapter is 0.
+        # These queries are off in an engine with LoRA adapters, so the LoRA version is 0.
         versions = self.scheduler.sglrl_version, 0
 
         def send() -> None:
@@ -329,7 +332,11 @@ class Adapter(RequestTable):
         self.mailbox.put(id_, kind, last, rows)
 
     def routed(self, request: Any, at: int, rows: NDArray[Any]) -> None:
-        """Keep the routed experts of a request's tokens that begin at position ``at``."""
+        """Keep the routed experts of consecutive tokens of a request.
+
+        Args:
+            at: the position of the token of the first row.
+        """
         known = self.requests.get(convert.call_id(request.rid))
         if known is not None and known.routed is not None:
             known.routed.add(at, rows, partial(routed_experts.cached, self.scheduler, request))
@@ -359,10 +366,11 @@ class Adapter(RequestTable):
     def version_changed(
         self, version: int, loras: Mapping[str, int], produced: dict[str, int]
     ) -> None:
-        """Record that the next result is the first one of ``version`` and ``loras``.
+        """Record that tokens come from these versions from the next result on.
 
         Args:
-            loras: the versions of the adapters, by SGLang's ids.
+            version: the version of the weights.
+            loras: the versions of the LoRA adapters, by SGLang's ids.
             produced: the number of output tokens so far, by SGLang's request id.
         """
         for id_, request in self.requests.items():
@@ -373,7 +381,10 @@ class Adapter(RequestTable):
         """Handle a message from SGLang to its tokenizer manager.
 
         Three kinds of messages matter: answers to a flush, answers to a request of the profiler,
-        and a request that SGLang has aborted. ``about`` is the request.
+        and the abort of a request.
+
+        Args:
+            about: the ``ProfileReq`` that is answered, or SGLang's request that was aborted.
         """
         if isinstance(output, FlushCacheReqOutput):
             self.controls.flushed(output.success)

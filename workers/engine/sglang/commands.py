@@ -55,7 +55,7 @@ class SleepCommand:
 
 @dataclass(frozen=True)
 class Report:
-    """The reports of a request that SGLang itself does not make. Sent before the request.
+    """Reports that one request needs and SGLang itself does not make. Sent before the request.
 
     logprobs_mode: the mode as in ``SamplingParams``.
     mask: whether to report the tokens that could be drawn.
@@ -85,7 +85,7 @@ ABOUT_REQUESTS = (Report, Resume)
 
 @dataclass(frozen=True)
 class PrepareAdapter:
-    """Prepare an adapter. See ``LoraPrepare``.
+    """Prepare a LoRA adapter. See ``LoraPrepare``.
 
     call: the id of the call that requested the command.
     """
@@ -99,7 +99,7 @@ class PrepareAdapter:
 
 @dataclass(frozen=True)
 class CommitAdapter:
-    """Make a prepared adapter live. See ``LoraCommit``.
+    """Make a prepared LoRA adapter live. See ``LoraCommit``.
 
     call: the id of the call that requested the command.
     uid: SGLang's id of the adapter. A new version keeps the id of the version that it replaces.
@@ -115,7 +115,7 @@ class CommitAdapter:
 
 @dataclass(frozen=True)
 class DropAdapters:
-    """Unload adapters that no request uses, and drop prepared adapters.
+    """Unload LoRA adapters that no request uses, and drop prepared LoRA adapters.
 
     call: the id of the call that requested the command.
     uids: SGLang's ids of the adapters to unload.

@@ -23,10 +23,10 @@ _RANKS_FROM_CONTEXT = _RELEASE >= (0, 5, 21)
 
 
 def checked_arguments(args: dict[str, Any], gpu_id: int) -> ServerArgs:
-    """Return SGLang's arguments, after the steps of SGLang's own server before it starts workers.
+    """Return SGLang's arguments, and set up the process like SGLang's own server.
 
-    The steps load SGLang's plugins, set environment variables of kernels (and of NCCL, if an
-    argument requests this) and limits of the process, and check arguments against each other.
+    This loads SGLang's plugins, sets environment variables of kernels (and of NCCL, if an argument
+    requests this) and limits of the process, and checks arguments against each other.
 
     Args:
         gpu_id: the index into the argument ``numa_node``, which has one entry for each GPU.

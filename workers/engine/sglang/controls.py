@@ -47,7 +47,7 @@ class Controls:
         return values
 
     def abort(self, id_: int) -> int:
-        # In a paused engine no request finishes, so "wait" first returns them to the queue.
+        # In a paused engine no request finishes, so "wait" first retracts the running requests.
         return self._aborts.all("wait")
 
     def pause(self, id_: int, mode: str) -> Later:

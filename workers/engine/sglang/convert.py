@@ -193,7 +193,7 @@ def sampling_params(
     try:
         params.normalize(tokenizer)
         params.verify(vocab_size)
-        # SGLang searches this many of the last tokens for a stop. SGLang's own numbers count the
+        # SGLang searches a limited number of last tokens for a stop. SGLang's limits count the
         # tokens that the tokenizer makes of the text, and one token for each character of a regular
         # expression. But a model may produce the same text with one token for each byte.
         params.stop_str_max_len = max((len(text.encode()) for text in s.stop_strings), default=0)
@@ -224,7 +224,7 @@ def generate_request(
         args,
         params,
         return_logprob=args.logprobs or args.top_logprobs > 0 or len(token_ids) > 0,
-        # With -1 and token ids, SGLang would also compute their logprobs in the prompt.
+        # With -1, SGLang would also compute the logprobs of ``token_ids`` for the prompt.
         logprob_start_len=len(args.input_ids) // 4 if token_ids else -1,
         top_logprobs_num=args.top_logprobs,
         token_ids_logprob=list(token_ids) or None,
@@ -370,7 +370,7 @@ def take_states(output: BatchTokenIDOutput | SimpleNamespace, i: int) -> NDArray
     """Remove the hidden states of new tokens from request ``i``. Return float32 [t, hidden size].
 
     SGLang appends the states to one list, and puts the same list into each output of the request.
-    The values are Python floats of 32 bytes, so remove them now, not at the end of the request.
+    The values are Python floats of 32 bytes, so they are removed after each output.
     """
     entries = output.output_hidden_states[i]
     # A prefill has the states of all its tokens. The last of them predicts the new token.
@@ -387,8 +387,8 @@ def score_chunk(
     Position 0 has no logprobs: its logprobs are NaN, and the ids of its likeliest tokens are -1.
 
     Args:
-        prefills: (first position, versions) of each part of the prompt that these versions have
-            computed. The logits at a position belong to the next token.
+        prefills: (first position, versions) of each part of the prompt. The versions have computed
+            this part. The logits at a position predict the next token.
     """
     # SGLang's first position is ``start - 1``, unless ``start`` is 0.
     skip = 1 if start else 0

@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from sglrl.errors import EngineError
 
 _NICENESS = 5
-"""With this niceness, a serving worker gets a third of the CPU time of a starting worker."""
+"""The niceness of a serving worker. It gets a third of the CPU time of a starting worker."""
 
 _LARGE = 1 << 20
 """Minimum size in bytes of the tensors that ``UntouchedZeros`` handles."""
@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 def engine_arguments(memory_share: float) -> dict[str, Any]:
     """Return defaults for ``device="cpu"``. The user's arguments override them."""
     return {
-        # Otherwise the KV cache of each replica takes most of the host's memory.
+        # With SGLang's default, the KV cache of each replica takes most of the host's memory.
         "mem_fraction_static": 0.6 * memory_share,
         "max_total_tokens": 1 << 17,
         "attention_backend": "torch_native",
@@ -50,8 +50,8 @@ def check(model: torch.nn.Module) -> None:
 class UntouchedZeros(TorchFunctionMode):  # type: ignore[misc]
     """Makes large CPU tensors of zeros from pages that the kernel allocates on first use.
 
-    PyTorch itself writes the zeros. The KV cache would then take all of its memory when the worker
-    starts, and the time to fill it.
+    PyTorch itself writes the zeros, so the start of a worker would take the time to fill the KV
+    cache, and all of the cache's memory.
     """
 
     def __torch_function__(
@@ -89,8 +89,8 @@ def discard(tensors: Sequence[torch.Tensor]) -> None:
 def give_way() -> None:
     """Lower the priority of this worker, so that other processes get a core first.
 
-    Such processes are the driver, a trainer, and a worker that replaces a lost worker. Call this
-    when the first request runs.
+    The other processes are the driver, a trainer, and a worker that replaces a lost worker. Call
+    this when the first request runs.
     """
     # Every thread has its own niceness. New threads inherit it from the thread that starts them.
     for thread in os.listdir("/proc/self/task"):

@@ -2,7 +2,7 @@
 
 A process that has initialised CUDA must not fork. But SGLang and its dependencies query the
 properties of the GPU at import, which initialises CUDA. Therefore a child process queries CUDA, and
-in the fork server, torch returns these answers during the import.
+torch returns the child's answers in the fork server while SGLang is imported.
 """
 
 from __future__ import annotations
@@ -108,11 +108,11 @@ def _in_child(function: Callable[[], bytes]) -> bytes:
 def answers(known: list[Device]) -> Iterator[None]:
     """Let torch answer questions about GPUs from ``known`` within the block.
 
-    Modules may keep references to the replaced functions. After the block these query CUDA.
+    Modules may keep references to the replacing functions, which query CUDA after the block.
 
     Raises:
-        RuntimeError: the GPUs differ, so the answers may be wrong for a worker, or the block has
-            tried to initialise CUDA, even if it has caught the error.
+        RuntimeError: the GPUs differ or there is none, so the answers may be wrong for a worker. Or
+            the block has tried to initialise CUDA, even if it has caught that error.
     """
     if len({device.model for device in known}) != 1:
         raise RuntimeError(f"the GPUs differ, or there is none: {[d.name for d in known]}")

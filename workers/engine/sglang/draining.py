@@ -14,7 +14,7 @@ from .weight_commands import WeightCommands
 
 
 class Draining:
-    """Puts commands between requests. True while there is a command, or a delayed request.
+    """Puts commands between requests. True while a command waits or a request is held back.
 
     Args:
         slept: ``slept(command, "")`` answers the call of a sleep command that was given up.
@@ -22,10 +22,10 @@ class Draining:
 
     Attributes:
         commands: the commands that the scheduler has not executed.
-        waiting: the command that waits until the running requests finish, or None. New requests
-            are held back until then.
-        pausing: the pause that waits until the running requests finish, or None. Other commands
-            are executed first.
+        waiting: the weight or sleep command that waits until the running requests finish, or None.
+            New requests are held back until then.
+        pausing: the pause command that waits until the running requests finish, or None. Other
+            commands are executed first.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Draining:
         return [*self._released(), command]
 
     def _next(self, incoming: list[Any]) -> list[Any]:
-        """Return the next command, after its aborts. If it drains, make it ``waiting`` instead."""
+        """Return the next command's aborts, and the command. Return [] if it waits or is over."""
         command = self.commands.pop()
         if self._given_up(command):
             return []
@@ -101,7 +101,7 @@ class Draining:
             return [command]
         unsent = [*self._table.held_back, *incoming]
         fresh = {r.rid for r in unsent if isinstance(r, TokenizedGenerateReqInput)}
-        # A score has no partial result. It is computed again, and the command does not wait for it.
+        # A scoring request has no partial result, so it is computed again after the command.
         return [*self._aborts.running(fresh, "back"), command]
 
     def _pause(self) -> list[Any]:

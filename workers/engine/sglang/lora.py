@@ -44,11 +44,12 @@ def install(setup: Setup) -> Callable[[Any], bool]:
 
 
 class _Preparation:
-    """An adapter that a thread prepares. When ``thread`` has ended, it is ready or has an error.
+    """An adapter that ``thread`` prepares. Once the thread has ended, it is ready or has failed.
 
     Attributes:
         adapter: SGLang's adapter, with tensors in the memory of the host.
         staged: an adapter with the same tensors on the GPU. On a CPU, the same as ``adapter``.
+        error: the reason why the preparation failed, or None.
     """
 
     def __init__(self, command: PrepareAdapter) -> None:
@@ -102,7 +103,7 @@ class Adapters:
         return tuple(sorted(names))
 
     def cache_key(self, uid: str) -> str:
-        """Return a part of the key of the KV cache. It differs between versions of adapters."""
+        """Return the adapter's part of a KV cache key. Each version of an adapter has its own."""
         return f"/{self._serials[uid]}/"
 
     def execute(self, command: AdapterCommand) -> float:
@@ -249,9 +250,9 @@ class Adapters:
         return adapter
 
     def _completed(self, given: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Add zero tensors for unchanged modules of a stack in which other modules are changed.
+        """Add zero tensors for the other modules of each stack that the adapter changes.
 
-        SGLang stacks the tensors of these modules, so it needs a tensor for each module.
+        SGLang stacks the tensors of some modules, so it needs a tensor for each module of a stack.
 
         Raises:
             InvalidAdapter: a module is not in the pool, or a tensor does not fit it.

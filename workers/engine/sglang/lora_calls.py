@@ -90,7 +90,8 @@ class LoraCalls:
         """Start to handle a call of the driver.
 
         Raises:
-            InvalidRequest: the engine accepts no adapters, or the driver did not prepare this one.
+            InvalidRequest: the engine accepts no adapters, or the adapter was not prepared before
+                its commit.
         """
         if self._adapters is None:
             raise InvalidRequest("the engine takes no adapters: launch it with enable_lora=True")

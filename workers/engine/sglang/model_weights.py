@@ -1,7 +1,7 @@
 """The weights of an SGLang model: the place of each tensor, and the memory that holds the tensors.
 
 If the whole model has arrived in spare memory, the spare memory is exchanged with the live memory.
-Otherwise the new weights are copied into the live memory.
+In all other cases, the new weights are copied into the live memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class ModelWeights:
 
     @property
     def pages(self) -> Pages | None:
-        """The memory of the model's parameters, or None if SGLang has allocated it."""
+        """The memory to which ``parameter_arena`` has moved the parameters, or None."""
         return getattr(self._scheduler.tp_worker.model_runner, "sglrl_pages", None)
 
     @property
@@ -138,7 +138,7 @@ class ModelWeights:
             assert places is not None
             self._spare = Spare(memory, places, self._plan.description.tensors)
         if pages.fresh:
-            # An update sends no data for these gaps, so copy their live content.
+            # An update sends no data for the gaps between tensors, so copy their live content.
             for begin, end in self._spare.gaps:
                 memory[begin:end].copy_(pages.live[begin:end])
         return self._spare.views
@@ -181,7 +181,7 @@ class ModelWeights:
             torch._foreach_copy_(targets, sources)
 
     def make_live(self, bound: Any) -> None:
-        """Make new weights live, on the current stream. The engine must launch no step meanwhile.
+        """Make new weights live, on the current stream. No step may be launched meanwhile.
 
         Args:
             bound: the result of ``bind``. None if the weights are in ``spare``.
@@ -198,12 +198,12 @@ class ModelWeights:
         """Free the memory of the parameters. The engine must be idle, without a running update.
 
         Args:
-            keep: whether to keep all values in the memory of the host. Otherwise keep only the
-                values that an update of all weights does not send.
+            keep: whether to keep all values in the memory of the host. If false, only the values
+                that an update of all weights does not send are kept.
 
         Raises:
-            EngineError: the host has too little memory, or the weights cannot be updated, so they
-                must be kept.
+            EngineError: the host has too little memory, or ``keep`` is false although the weights
+                cannot be updated.
         """
         assert self.pages is not None
         self.synchronize()

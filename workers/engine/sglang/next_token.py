@@ -1,9 +1,9 @@
 """Read the next token's distribution from the logits, right after the forward pass.
 
 SGLang would return the logprobs of a whole vocabulary as Python lists. This module selects the rows
-of the requests that want them. It normalizes the rows on the device in float32, before sampling
-changes the logits in place. It copies the rows to the host while the GPU continues. The answer is
-sent directly from this host memory.
+of the requests for next-token logprobs. It normalizes the rows on the device in float32, before
+sampling changes the logits in place. It copies the rows to the host while the GPU continues. The
+answers are sent directly from this host memory.
 """
 
 from __future__ import annotations
@@ -73,10 +73,11 @@ class NextTokens:
         runner.forward = with_rows
 
     def expect(self, requests: Sequence[Any], unfinished: Any) -> None:
-        """Set the requests of the next forward pass.
+        """Set the requests that the next forward pass computes.
 
         Args:
-            unfinished: a request whose prefill continues after this pass, so it has no row yet.
+            unfinished: a request whose prefill continues after this pass, so it has no row yet. Or
+                None.
         """
         if self.wanted:
             self._expected = [
@@ -184,7 +185,7 @@ class Rows:
     def put(
         self, mailbox: Mailbox, id_: int, rid: str, cached_tokens: int, versions: Versions
     ) -> None:
-        """Answer a call with its row. Wait until the row is on the host."""
+        """Wait until the rows are on the host, then answer a call with its row."""
         if self._done is not None:
             self._done.synchronize()
             self._done = None

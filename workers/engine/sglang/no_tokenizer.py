@@ -10,11 +10,11 @@ _ENDINGS = (".tiktoken", ".model")
 
 
 def has_tokenizer(model: str) -> bool:
-    """Return False for a folder that has no tokenizer files.
+    """Return False if ``model`` is a folder without tokenizer files. In other cases, return True.
 
-    For some architectures transformers (5.12) creates a tokenizer without these files. That
+    Without these files, transformers (5.12) still creates a tokenizer for some architectures. That
     tokenizer has only an end-of-sequence token, with the id of another token of the model. For
-    other architectures transformers creates no tokenizer, and SGLang does not start.
+    other architectures transformers creates no tokenizer, and SGLang would not start.
     """
     folder = Path(model)
     return not folder.is_dir() or any(

@@ -1,9 +1,9 @@
 """Declare modifications of SGLang, check them against its source, and install them.
 
-``patch_list`` declares every place that replaces, wraps or subclasses SGLang code, and names this
-code. ``known_sources`` has a digest of the source of this code in each supported version. If the
-source in the installed SGLang is unknown, a correction prevents the start, because results may be
-wrong, and an acceleration stays off. Neither of the two modules imports SGLang.
+``patch_list`` declares every place that replaces, wraps or subclasses SGLang code, and names the
+SGLang code. ``known_sources`` has a digest of this code's source in each supported version. If the
+installed SGLang has another source, an acceleration stays off. A correction prevents the start,
+because results may be wrong. ``patch_list`` and ``known_sources`` do not import SGLang.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Patch:
         why: the error or the slowness without the patch.
         module: a module below this package. Its function ``install(setup)`` applies the patch
             before the scheduler is built. It may return a function, which is called with the
-            finished scheduler. None if the code is always in use.
+            finished scheduler. None: the patch is code that is always in use.
         wraps: the SGLang code that the patch replaces, wraps or overrides, as
             "module:Class.method".
         reads: further SGLang code on whose details the patch relies.
@@ -42,7 +42,7 @@ class Patch:
         exact: whether the patch keeps the kernels and the rounding of SGLang's results.
         device: "cpu" or "cuda" if the patch is for this device only.
         single_rank: whether the patch is for ``tp_size=1`` only.
-        argument: the argument of SGLang without which the patch is not installed.
+        argument: an argument of SGLang. The patch is installed only if the argument is set.
     """
 
     name: str
@@ -74,12 +74,12 @@ class Patch:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """The information that patches get before the scheduler is built.
+    """The information that ``install`` functions get before the scheduler is built.
 
     Attributes:
         server_args: SGLang's ``ServerArgs``.
         device: "cpu" or "cuda".
-        adapter: the adapter of rank 0, or None on other ranks.
+        adapter: the ``Adapter`` of rank 0, or None on other ranks.
         accelerations: the names of the requested accelerations. None requests all.
         allow_unknown: whether to install corrections even if the source is unknown.
         logit_processors: the names of the logit processors to import.
@@ -116,7 +116,7 @@ class Setup:
 
 
 Finish = Callable[[Any], bool]
-"""Called with the finished scheduler. Return False if the patch does not fit the model."""
+"""A function of the finished scheduler. It returns False if the patch does not fit the model."""
 
 
 @dataclass

@@ -54,7 +54,7 @@ def load(device: str) -> None:
         warnings.simplefilter("ignore")
         warm()
         for patch in PATCHES:
-            # Every worker compares the source with the digests, which stay in memory after this.
+            # Cache the digests of SGLang's source, which every worker needs.
             patch.unknown(sglang_folder())
             if patch.module is not None and patch.device in ("", device):
                 importlib.import_module(f".{patch.module}", __package__)

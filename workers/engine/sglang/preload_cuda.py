@@ -1,6 +1,7 @@
 """Import SGLang in the fork server that forks workers for GPUs.
 
-The import raises an error if this is not possible, for example because the GPUs differ.
+Importing this module raises an error if SGLang cannot be imported before the fork, for example
+because the GPUs differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The table of an engine worker's unfinished requests, with the state of each request."""
+"""The table of an engine worker's unfinished requests."""
 
 from __future__ import annotations
 

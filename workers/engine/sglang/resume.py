@@ -69,9 +69,9 @@ def _begin(request: Any, ids: array[int]) -> None:
 def _enter(request: Any) -> None:
     """Set up the grammar and the logprobs of a resumed request.
 
-    The grammar, if any, advances to the end of the output. Logprobs are computed from there on. If
-    the grammar rejects the output, the request ends with an error, like a request whose grammar
-    cannot be compiled.
+    The grammar, if any, advances to the end of the output so far. Logprobs are computed only for
+    later tokens. If the grammar rejects the output, the request ends with an error, like a request
+    whose grammar cannot be compiled.
     """
     if request.return_logprob:
         request.logprob_start_len = len(request.origin_input_ids) + len(request.output_ids)

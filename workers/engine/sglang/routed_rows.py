@@ -44,9 +44,9 @@ class RoutedRows:
             self._end += len(new)
 
     def take(self, tokens: int) -> Rows | None:
-        """Return the rows before the last of ``tokens`` output tokens, except returned rows.
+        """Return the new rows of the prompt and of the first ``tokens`` output tokens.
 
-        The last token has no row, because it has not been the input of a step.
+        The last of these tokens has no row, because it has not been the input of a step.
 
         Returns:
             None if there is no new row.

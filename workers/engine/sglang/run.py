@@ -56,8 +56,8 @@ def _server_args(body: EngineSpec) -> ServerArgs:
         from . import cpu
 
         torch.set_num_threads(body.threads)
-        # The thread that sends weights to a replacement may wait this long for the decoding thread,
-        # whenever it needs the GIL again.
+        # Whenever the thread that sends weights to a replacement needs the GIL, it may wait for the
+        # decoding thread for one switch interval.
         sys.setswitchinterval(0.0005)
         args |= cpu.engine_arguments(body.memory_share)
     args |= body.args
@@ -86,7 +86,7 @@ def build(body: EngineSpec, adapter: Adapter | None) -> SglrlScheduler:
     """Install the patches of SGLang and build a scheduler.
 
     Args:
-        adapter: the adapter of rank 0. None on other ranks.
+        adapter: the ``Adapter`` of rank 0. None on other ranks.
     """
     server_args = _server_args(body)
     # The ranks find each other through this file, not through a port.
@@ -118,7 +118,7 @@ def build(body: EngineSpec, adapter: Adapter | None) -> SglrlScheduler:
 
 @contextmanager
 def _explained(model: str) -> Iterator[None]:
-    """Exit with an explanation after an error of ours, or a failed download from the hub.
+    """Exit with an explanation after an error of sglrl, or a failed download from the hub.
 
     The explanation is the last output of the process. Other errors propagate unchanged.
     """

@@ -108,18 +108,18 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         self.sglrl_weight_changes = 0
         """The number of changes of the weights, because two changes may have the same version."""
         self.sglrl_adapters: Any = None
-        """The ``lora.Adapters`` of this rank. None if the engine accepts no adapters."""
+        """The ``lora.Adapters`` of this rank. None if the engine accepts no LoRA adapters."""
         self.sglrl_steps = StepClock()
         """Measures all steps, including prefills, except the time in which the engine is idle."""
         self.sglrl_request_steps = 0
         self._sglrl_processed: tuple[int, Mapping[str, int]] = 0, {}
-        """The versions of the weights and of the adapters in the last processed results."""
+        """The versions of the weights and LoRA adapters in the last processed results."""
         self.sglrl_preempted = 0
         self._sglrl_launches = 0
         self._sglrl_last_prefill = 0
         """The launch number of the last step that was a prefill."""
         self._sglrl_prefilled: list[Any] = []
-        """The requests of this prefill."""
+        """The requests of the last prefill."""
         self._sglrl_last_ended = 0
         """The launch number of the last step whose results were processed."""
         self._sglrl_updating = False
@@ -220,7 +220,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             self.sglrl_adapter.controls.paused(command)
 
     def _sglrl_stop_or_go(self) -> None:
-        """Stop the steps if the engine is paused or asleep. Otherwise continue."""
+        """Stop the steps if the engine is paused or asleep, or continue them if it is not."""
         assert self.sglrl_sleep is not None
         self._engine_paused = self._sglrl_pause_wanted or self.sglrl_sleep.stops
 
@@ -243,7 +243,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
             self.sglrl_adapter.controls.slept(command, error)
 
     def sglrl_filled(self) -> None:
-        """Continue after a sleep without kept weights. An update of all weights is live now."""
+        """Continue after a sleep without kept weights, because an update of all weights is live."""
         if self.sglrl_sleep is not None and self.sglrl_sleep.empty:
             self.sglrl_sleep.empty = False
             self._sglrl_stop_or_go()
@@ -256,11 +256,11 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
 
     @property
     def sglrl_loras(self) -> Mapping[str, int]:
-        """The versions of the adapters that the next step uses, by SGLang's ids."""
+        """The versions of the LoRA adapters that the next step uses, by SGLang's ids."""
         return {} if self.sglrl_adapters is None else self.sglrl_adapters.versions
 
     def sglrl_used_adapters(self) -> set[str | None]:
-        """Return SGLang's ids of the adapters of all requests that SGLang holds."""
+        """Return SGLang's ids of the LoRA adapters of all requests that SGLang holds."""
         requests = [*self.waiting_queue, *self.grammar_manager.grammar_queue]
         requests += [] if self.chunked_req is None else [self.chunked_req]
         for batch in (self.running_batch, self.last_batch):
@@ -269,9 +269,9 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         return {request.lora_id for request in requests if not request.finished()}
 
     def sglrl_new_keys(self) -> None:
-        """Give requests that wait for their prefill the keys of the current weights and adapters.
+        """Give waiting requests the cache keys of the current weights and LoRA adapters.
 
-        The requests then do not reuse KV of older versions.
+        Their prefills thus do not reuse KV of older versions.
         """
         for request in (*self.waiting_queue, *self.grammar_manager.grammar_queue):
             request.extra_key = str(self.sglrl_weight_changes)

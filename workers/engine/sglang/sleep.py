@@ -53,7 +53,8 @@ class Sleep:
         """Free memory, or allocate it again. No request may run.
 
         Raises:
-            EngineError: the GPU or the host has too little memory. ``asleep`` is up to date.
+            EngineError: the GPU or the host has too little memory. ``asleep`` still has exactly the
+                tags whose memory is freed.
         """
         wanted = set(command.asleep)
         if not wanted <= set(self.possible):
@@ -96,7 +97,7 @@ class Sleep:
         if self._weights.device.type == "cuda":
             torch.cuda.empty_cache()
             free: int = torch.cuda.mem_get_info()[0]
-            # Check this here, because torch_memory_saver would end this process.
+            # Check this first, because ``resume`` would end the process if memory is short.
             if free < self._kv_bytes:
                 raise EngineError(
                     f"the KV cache takes {self._kv_bytes:,} bytes of the GPU, and {free:,} are free"

@@ -1,4 +1,4 @@
-"""A copy of a model whose tensors have no data, for a loader that must not change the model.
+"""Copy a model, without the data of its tensors, for a loader that must not change the model.
 
 ``weight_plan`` runs the model's loader on the copy. The copy shares no memory with the model, so
 the loader cannot change a weight: not with an operator of PyTorch or of an extension, not by an
@@ -25,7 +25,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 class StandIn:
     """Makes a copy of a model with the same modules, parameters, buffers and attributes.
 
-    A tensor on the meta device replaces every tensor. It has the same type, shape, strides and
+    Every tensor is replaced by a tensor on the meta device with the same type, shape, strides and
     offset in its storage. Tensors that share a storage also share a storage in the copy. Containers
     and bound methods that refer to the model refer to the copy instead. All other objects are
     shared with the model.
@@ -43,7 +43,7 @@ class StandIn:
         self._storages: dict[int, Any] = {}
         """The meta storage that replaces each live storage, by id of the live storage."""
         self._live: dict[int, torch.Tensor] = {}
-        """A live tensor that uses each replaced storage, by id of the meta storage."""
+        """By id of a meta storage: a live tensor in the storage that the meta storage replaces."""
         self.model = self._copy(model)
 
     @property

@@ -17,14 +17,14 @@ MASKS_TOO_LARGE: Final = (
     "top_k, or a smaller top_p or temperature"
 )
 Versions = tuple[int, int]
-"""The version of the weights, and the version of the request's adapter (0 without an adapter)."""
+"""The versions of the weights and of the request's LoRA adapter. 0: it has no LoRA adapter."""
 
 
 class TrackedRequest:
     """One request while SGLang has it.
 
     sent: number of tokens reported so far, including the ``resumed`` tokens of another worker.
-    version: the versions that compute the next token.
+    version: the versions that compute the token at position ``sent``.
     changes: (position, versions) of each later change of ``version``, in order.
     top: number of likeliest tokens to report at each position.
     score_start: the first position of a scoring request. -1 for other requests.
@@ -37,8 +37,8 @@ class TrackedRequest:
         are not reported.
     mask_ids: the number of all ids in the masks so far.
     routed: the routed experts. None if they are not reported.
-    lora: SGLang's id of the adapter, or None.
-    unloaded: the error message if the adapter was unloaded, or "".
+    lora: SGLang's id of the LoRA adapter, or None.
+    unloaded: the error message if the LoRA adapter was unloaded, or "".
     """
 
     __slots__ = (
@@ -121,7 +121,7 @@ class TrackedRequest:
         return [masks.pop(at, _NOTHING) for at in range(self.sent, self.sent + count)]
 
     def take(self, count: int) -> list[tuple[int, Versions]]:
-        """Count ``count`` tokens as sent. Return (number, versions) of each part, at least one."""
+        """Count ``count`` tokens as sent. Return (tokens, versions) of each part, at least one."""
         if not self.changes:
             self.sent += count
             return [(count, self.version)]

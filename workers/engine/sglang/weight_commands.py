@@ -71,8 +71,8 @@ class WeightCommands:
         weights become live only after the launched steps. So the scheduler launches the next step
         as late as the GPU allows.
 
-        If the command will arrive soon after that, and makes the weights live without work for the
-        GPU, the scheduler launches the step after the command. This happens once for each update.
+        The scheduler delays the launch further if the command will arrive soon and makes the
+        weights live without work for the GPU. This happens once for each update.
         """
         if not self._expected.is_set():
             return

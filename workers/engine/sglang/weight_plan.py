@@ -2,8 +2,8 @@
 
 The model's own ``load_weights`` knows these places, including fused, sharded and renamed
 parameters. It runs once, on a copy of the model without data (``stand_in``) and with tensors
-without data, while a recorder notes the copies that it makes. So the live weights stay unchanged,
-and an update consists of exactly these copies.
+without data, while a recorder notes the copies that the loader makes. So the live weights stay
+unchanged, and an update consists of exactly these copies.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Plan:
                 yield spec.name, target
 
     def places(self, memory: torch.Tensor) -> dict[str, tuple[int, int]] | None:
-        """Return the byte range of each tensor in ``memory``: the first byte, and the end.
+        """Return each tensor's byte range in ``memory``: its first byte, and the byte after it.
 
         Return None unless all tensors lie in ``memory`` in the layout in which they arrive.
         """

@@ -32,7 +32,7 @@ class SglangWeights:
         self._ready: tuple[int, Any] | None = None
         self._holds = Holds()
         self._at_rest: Any = None
-        """CUDA event at the end of the last step, while no new step is launched. Otherwise None."""
+        """CUDA event at the end of the last step. None while steps are launched."""
 
     # --- on the channel's threads -----------------------------------------------------------------
 
@@ -65,7 +65,7 @@ class SglangWeights:
         return self._holds.release(update, version, staged=staged)
 
     def given_up(self, command: WeightCommand) -> bool:
-        """Return whether the update that requested this hold is already over."""
+        """Return True for a hold that was already released. Return False for other commands."""
         return command.hold and self._holds.is_over(command.update)
 
     def _command(self, command: WeightCommand) -> None:
