@@ -9,9 +9,9 @@ thread and never uses a GPU.
 
 The processes watch each other:
 
-* The fork server exits when stdin closes, which is a pipe from the driver. The server also watches
-  a pidfd of the driver, because a process that outlives the driver can inherit the pipe and keep it
-  open.
+* The fork server exits when its stdin, a pipe from the driver, closes. The server also watches a
+  pidfd of the driver, because a process that outlives the driver can inherit the pipe and keep the
+  pipe open.
 * A worker belongs to the connection that requested it. The server kills the worker when this
   connection closes.
 * The kernel kills the workers when the fork server exits (PR_SET_PDEATHSIG).
@@ -95,7 +95,7 @@ class Client:
             self.connection.sendall(struct.pack("<I", len(body)) + body)
 
     def with_kept(self, request: Fork) -> Fork:
-        """Add the path of the memory that keeps the weights of the rank, if the spec asks for it.
+        """Return the request, with the path of the rank's memory if the spec keeps the weights.
 
         Raises:
             OSError: the memory does not exist yet, and it could not be created.
@@ -175,7 +175,8 @@ class ForkServer:
     def one_more_file(self) -> Iterator[None]:
         """Free the reserved file descriptor for a block that reports an error.
 
-        No other descriptor may be left. An ``OSError`` in the block is ignored.
+        Use this when the process has no other descriptor left. An ``OSError`` in the block is
+        ignored.
         """
         os.close(self.reserve)
         with contextlib.suppress(OSError):

@@ -117,7 +117,7 @@ class Mailbox:
         self._frames: list[Buffer] = []
         """Raw frames of the answers in ``_items``, in the same order."""
         self._slots: list[int] = []
-        """Slots of ``rows`` for the answers in ``_items``. Only without slots are there frames."""
+        """Slots of ``rows`` for answers in ``_items``. Either this list or ``_frames`` is empty."""
         self._offered: RowsWriter | None = None
         self.rows: RowsWriter | None = None
         self._generate = msgspec.msgpack.Decoder(GenerateArgs)

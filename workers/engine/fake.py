@@ -18,7 +18,7 @@ imports torch.
 Engine arguments:
 
 * ``tokens_per_step`` (default: all at once): new tokens of each running request per step.
-* ``step_seconds`` (default 0): the part of a step's duration that every step has.
+* ``step_seconds`` (default 0): the fixed part of a step's duration.
 * ``request_seconds`` (default 0): time that each running request adds to the duration of a step.
 * ``max_running_requests`` (default: no limit): the other requests wait, in the order of arrival.
 * ``vocab_size``, ``context_length``: the limits that the engine reports.

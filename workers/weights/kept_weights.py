@@ -28,7 +28,7 @@ _PIECE_BYTES = 32 << 20
 """The bytes of one copy on a GPU, a multiple of the page size. A step of the engine waits for the
 current copy, which takes 0.6 ms on an H200."""
 _PIECES_AHEAD = 16
-"""The number of copies that may wait for the GPU. These finish even after ``cancel``."""
+"""The number of copies that may wait for the GPU. They finish even after ``cancel``."""
 _LEFT_FREE = 0.05
 """Share of the available memory that stays free."""
 

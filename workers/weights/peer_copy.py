@@ -164,7 +164,7 @@ def _before_others() -> Iterator[None]:
     try:
         yield
     finally:
-        # The value was 0 before if another copy runs or this worker has had no requests. Keep 0.
+        # Keep the value 0. It means that another copy runs, or that this worker had no requests.
         with contextlib.suppress(OSError):
             try:
                 if nice is not None and nice != "0":

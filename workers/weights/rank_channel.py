@@ -183,7 +183,7 @@ class RankWeights:
         self._link.submit(lambda: self._socket.answer(perform(id_, phase, work)))
 
     def _ask(self, id_: int, phase: str, work: Callable[[], Any]) -> None:
-        """Answer a question. It is no part of an update, so an abort does not affect the answer."""
+        """Answer a question. Questions are not part of updates, so an abort does not stop them."""
         self._questions.submit(lambda: self._socket.answer(perform(id_, phase, work)))
 
     def _commit(self, id_: int) -> None:
