@@ -20,7 +20,8 @@ STACKED: Final = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
 }
-"""Modules of an engine that each contain several modules of a checkpoint."""
+"""The modules of a checkpoint that the engine stacks into one module, in the order of the stack.
+The key is the name of the engine's module."""
 MODULES: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """The modules that adapters may change, by the last part of their names."""
 
@@ -33,8 +34,8 @@ _FLOATS: Final = ("float32", "float16", "bfloat16")
 def own_name(name: str) -> str:
     """Return the name of a tensor in an adapter's file.
 
-    A tensor of a ``PeftModel`` also has the adapter's name in its name. The function removes it if
-    it is "default".
+    In a ``PeftModel``, the name of a tensor also contains the name of the adapter. The function
+    removes the adapter name "default", and rejects any other.
 
     Raises:
         InvalidAdapter: ``name`` is not the name of a tensor of an adapter.
@@ -70,7 +71,7 @@ def parent_of(name: str) -> str:
 
 
 def siblings(name: str) -> dict[str, str]:
-    """Return the corresponding tensors of all modules that the engine stacks with this module.
+    """Return the names of this tensor and of its counterparts in the modules of the same stack.
 
     Returns:
         The name of each tensor by the last part of its module's name, in the order of the stack.

@@ -25,9 +25,9 @@ from .members import READY, STALE, Member
 from .routing import Router
 
 _PATIENCE: Final = 64
-"""Number of times that later calls may always pass a call. ``_is_passed_enough`` adds to it."""
+"""The constant part of the limit in ``_is_passed_enough``."""
 _LOOKS: Final = 64
-"""Maximum number of calls that one dispatch moves to the member that holds their prefix."""
+"""Maximum number of calls that one ``_take_for`` moves to the members that hold their prefixes."""
 
 
 class CallQueue:
@@ -71,8 +71,8 @@ class CallQueue:
         """Return a new client, which is served after all other clients.
 
         Args:
-            max_unread: the client's waiting calls are sent only while it has fewer unread bytes of
-                answers.
+            max_unread: the client's waiting calls are sent only while the client has fewer than
+                this many unread bytes of answers.
         """
         self._turns += 1
         return ClientState(self._turns, max_unread)
@@ -150,7 +150,7 @@ class CallQueue:
     def remove(self, call: Call) -> None:
         """Remove a call that is no longer QUEUED and that no member took.
 
-        The call stays in its ``FairQueue`` until the queue reaches it or is swept.
+        The call stays in its ``FairQueue`` until that queue reaches the call or is swept.
         """
         self._forget(call)
         client = call.client
@@ -181,7 +181,7 @@ class CallQueue:
     def assign(self, member: Member | None) -> Iterator[tuple[Call, Member]]:
         """Take calls from the queue for members with room, until no call or no room is left.
 
-        The caller must reserve the place of a call at its member before it takes the next call.
+        After each call, the caller must reserve the call's place at its member before it continues.
 
         Args:
             member: the member that gained room, if any. Calls that are pinned to it are taken
@@ -245,7 +245,7 @@ class CallQueue:
         for _ in range(_LOOKS):
             if fresh is None or fresh is not _earlier(fresh, own):
                 break
-            # Since the call was queued, a member may have received its prefix.
+            # A member may have received the prefix of this call after the call was queued.
             home = self.router.home(fresh)
             if home is None or home is member:
                 break
@@ -271,8 +271,8 @@ class CallQueue:
     def _is_passed_enough(self, call: Call) -> bool:
         """Return True if later calls have passed this call as often as is allowed.
 
-        The limit is proportional to the wait of the call in a fair order, in which one call of each
-        client is sent between two calls of the same client.
+        The limit grows with the number of calls that may go before this call when clients take
+        turns: at most the waiting calls of its client times the number of clients.
         """
         client = call.client
         assert client is not None

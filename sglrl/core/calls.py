@@ -48,7 +48,7 @@ LEGAL: Final[dict[int, tuple[int, ...]]] = {
 }
 
 _SPARE: Final = 64
-"""The heap is cleaned when it has this many entries more than twice the number of live calls."""
+"""The heap is cleaned when it has more than ``_SPARE + 2 * live calls`` entries."""
 
 
 class Call:
@@ -60,15 +60,16 @@ class Call:
         reply: an object of the shell for the answer. The core only passes it on with the effects.
         stream: whether the caller receives chunks as they arrive. If so, the caller would notice if
             a running call started again from the beginning.
-        bound_to: the process that must execute the call, or None. The call is pinned to its worker,
-            and ends with ``WorkerLost`` instead of running in a replacement, even if it is
-            idempotent.
+        bound_to: the member whose process must execute the call, or None. A bound call is pinned to
+            this member, and ends with ``WorkerLost`` instead of running in a replacement, even if
+            the call is idempotent.
         resumable: whether another worker can continue from the chunks received so far.
-        losses: number of workers that were lost while they held the call, since its last chunk. A
-            worker that is away does not count.
+        losses: number of workers that were lost while they held the call. A worker that is away
+            does not count. The first chunk from each worker resets it to 0 if the call is
+            resumable.
         urgent: whether to send the call at once to the READY worker to which it is pinned, even if
-            the worker's window is full. An urgent call concerns the calls that the worker holds.
-        target: index of the worker in the remote pool, in a process without a pool of its own.
+            the worker's window is full. The calls that the worker holds may depend on this call.
+        target: index of the worker in the remote pool, for a call through a remote pool.
         client: the client that made the call. It is None for a call of the pool's own client until
             the call waits.
         answer_bytes: size of the answer, if it is known in advance and the client has to read the

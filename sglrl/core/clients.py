@@ -1,4 +1,4 @@
-"""The state of each client of a pool: its own client, and the clients in other processes."""
+"""The state of each client of a pool: the pool's own client, and clients in other processes."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class ClientState:
     """One client of a fabric, made by ``CallQueue.add_client``.
 
     Attributes:
-        turn: number of the dispatch that last took a waiting call of this client. It is unique
-            among the clients of a fabric. Among clients whose calls have the same priority, the
-            client with the lowest ``turn`` is served next.
+        turn: serial number of the last time that a waiting call of this client was sent, or of the
+            client's creation. It is unique among the clients of a fabric. Among clients whose calls
+            have the same priority, the client with the lowest ``turn`` is served next.
         waiting: number of waiting calls of this client.
         unread: bytes of answers that were sent to the client and that it has not read, plus bytes
             of answers of known size that workers compute for it.
@@ -46,7 +46,7 @@ class ClientState:
         return self.unread >= self.max_unread
 
     def wake(self) -> bool:
-        """Rejoin the queues that skipped the client, after its unread bytes have decreased.
+        """Rejoin the queues that skipped the client, unless it is still blocked.
 
         Returns:
             True if the client has waiting calls and is not blocked.

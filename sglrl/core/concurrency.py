@@ -4,9 +4,9 @@ The method is modelled on the additive increase and multiplicative decrease of T
 Congestion Avoidance and Control, SIGCOMM 1988). The counterpart of a lost packet is a preemption:
 an engine removes a running request from its KV cache (SGLang: retraction) and repeats the work.
 
-Before preemptions occur, an engine is full: requests wait there, its KV cache is nearly full, or
-its steps are slow. Then the limit stops rising. More concurrent agents would only make each agent
-slower, its tokens older, and its group later.
+An engine is full before it preempts: requests wait in the engine, its KV cache is nearly full, or
+its steps are slow. When the engines are full, the limit stops rising. More concurrent agents would
+only make each agent slower, its tokens older, and its group later.
 
 Agents load the engines some time after they start, so the limit may rise too far. It then falls by
 the number of requests that waited during a whole interval, less a margin.
@@ -28,18 +28,20 @@ A step takes a fixed time and a time for each request. At this factor, twice as 
 add 7 % to the tokens per second. At twice this factor, the limit falls.
 """
 SHORTEST: Final = 0.005
-"""Seconds. A shorter step counts as this long, because other programs may delay a step as much."""
+"""Seconds. A shorter step counts as this long, because other programs may delay a step by as much
+time."""
 MARGIN: Final = 0.2
-"""Share of the agents whose requests may wait, so that an engine can start a request when another
-ends. If more than twice as many wait, the limit falls."""
+"""Number of requests that may wait, as a share of the limit. An engine can then start a waiting
+request when another request ends. If more than twice as many wait, the limit falls."""
 STEP: Final = 1.25
 """Growth factor of the limit after the engines have been full once."""
 SLOW_START: Final = 2.0
 """Growth factor of the limit until the engines have once been full or half as slow as ``SLOW``."""
 BACK_OFF: Final = 0.8
 INTERVAL: Final = 0.25
-"""Minimum seconds between two changes. A change must take effect before the next change, so the
-engines also compute at least one step for each agent between two changes."""
+"""Minimum seconds between two changes, because a change must take effect before the next change.
+For the same reason, the engines compute at least one step for each agent between two changes. Only
+a preemption may lower a limit at once that has just risen."""
 STEPS: Final = 8
 """Minimum number of engine steps between two changes. A new request joins the next step, and
 ``step_seconds`` shows the effect of a change after some steps."""
@@ -66,7 +68,8 @@ class Concurrency:
 
         Args:
             now: seconds, monotonic.
-            in_use: number of running agents. The limit grows only if this number reaches it.
+            in_use: number of running agents. Without a preemption, the limit changes only if it
+                equals this number.
             queued: number of calls that wait at the driver because the window of every engine is
                 full.
         """

@@ -20,11 +20,11 @@ class DriverListener:
         """The worker reports the stage of its start."""
 
     def must_sync(self, worker: int) -> bool:
-        """Return True to hold back a ready worker from calls until ``Workers.serve``."""
+        """Return True if a ready worker must not get calls before ``Workers.serve``."""
         return False
 
     def before_serving(self, worker: int) -> None:
-        """The worker is about to accept calls. Calls submitted here reach it before all others."""
+        """The worker is about to accept calls. Calls that this method submits reach it first."""
 
     def on_ready(self, worker: int, ready: Ready) -> None:
         """The worker is ready."""

@@ -43,7 +43,7 @@ class End(msgspec.Struct, frozen=True, gc=False):
 
 
 class Restart(msgspec.Struct, frozen=True, gc=False):
-    """The call starts again on another worker.
+    """The call lost its worker and runs again.
 
     A resumable call continues after the chunks received so far. For any other call, the caller
     discards these chunks.

@@ -55,7 +55,8 @@ class Fabric:
         self._next_id = 0
         self.queue = CallQueue(self.config, self.router, self.members)
         self._woken = False
-        """Whether a client was unblocked, so that calls may wait although members have room."""
+        """Whether a client was unblocked since the last ``_pump``. Its calls may wait although
+        members have room."""
         self._deadlines = Deadlines(self.calls)
         self.holds = Holds()
 
@@ -97,13 +98,15 @@ class Fabric:
     def member_lost(self, index: int, reason: str, now: float, *, returns: bool = False) -> None:
         """Remove a lost worker and requeue or end its calls.
 
-        Idempotent calls are queued again, ahead of younger calls. All other calls end with
-        ``WorkerLost``. A call that loses ``max_attempts`` workers without a chunk in between also
-        ends with ``WorkerLost``, because the call may be the cause.
+        Idempotent calls are queued again, ahead of younger calls of their client, except bound
+        calls and begun streams that are not resumable. All other calls end with ``WorkerLost``. A
+        call that loses ``max_attempts`` workers without a chunk in between also ends with
+        ``WorkerLost``, because the call may be the cause.
 
         Args:
-            returns: whether a replacement is expected. Then idempotent calls that are pinned to the
-                worker wait for it. Call ``member_retired`` if no replacement will follow.
+            returns: whether a replacement is expected. If so, idempotent calls that are pinned to
+                the worker wait for the replacement. If it will not follow after all, call
+                ``member_retired``.
         """
         member = self.members[index]
         if member.state in GONE:
@@ -141,7 +144,7 @@ class Fabric:
             if state is not AWAY:
                 call.losses = losses
             begun = call.stream and call.state == RUNNING and not call.resumable
-            # A bound call needs the state of its process, which returns only with the process.
+            # A bound call needs the state in its process. A replacement does not have this state.
             stays = call.bound_to is None or state is AWAY
             if call.idempotent and stays and not begun and call.losses < self.config.max_attempts:
                 call.move(QUEUED)
@@ -222,14 +225,14 @@ class Fabric:
     def read_by_client(self, client: ClientState, size: int, now: float) -> None:
         """Subtract ``size`` bytes, which the client has read, from its unread bytes.
 
-        Dispatch calls of the client that waited for this.
+        Dispatch the calls that waited because the client had too many unread bytes.
         """
         self._subtract_unread(client, size)
         if self._woken:
             self._pump(now)
 
     def results(self, member: Member, items: Sequence[Item], now: float) -> None:
-        """Process items from a worker. Only count items for calls that the worker does not hold."""
+        """Process items from a worker. Only count an item if the worker does not hold its call."""
         held = member.calls
         outbox = self.outbox
         calls = self.calls
@@ -251,7 +254,7 @@ class Fabric:
             else:
                 del held[item.id]
                 if call.answer_bytes:
-                    # No worker computes the answer any more.
+                    # These bytes count only while a worker computes the answer.
                     self._subtract_unread(call.client, call.answer_bytes)
                 if call.state != CANCELLING:
                     del calls[item.id]
@@ -278,7 +281,7 @@ class Fabric:
     def tick(self, now: float) -> None:
         """End each call with ``DeadlineExceeded`` if its deadline has passed.
 
-        Also report why calls wait, if they have waited for some seconds.
+        If calls have waited for some seconds, also report the reasons in ``holds``.
         """
         if reason := self.holds.report(self.calls.values(), now):
             self.outbox.append(Waiting(reason))
@@ -416,9 +419,9 @@ class Fabric:
         """End the waiting calls that are pinned to this worker.
 
         Args:
-            keep_idempotent: whether idempotent calls wait for a replacement, unless they are bound
-                to the process. Other calls never wait for it, because they may depend on the state
-                of the lost worker.
+            keep_idempotent: whether idempotent calls wait for a replacement. Bound calls and calls
+                that are not idempotent never wait for a replacement, because they may depend on the
+                state of the lost worker.
         """
         for call in member.pinned:
             bound = call.bound_to is not None

@@ -11,8 +11,8 @@ from typing import Final
 MIN_ATTEMPTS: Final = 64
 """Minimum number of finished attempts in the window of the failure rate."""
 MAX_MESSAGES: Final = 10
-"""Maximum number of messages per error type and place that are kinds of their own. All further
-messages are one kind, because a message may contain a number that differs every time."""
+"""Maximum number of messages of one error type and place that each have their own kind. All other
+messages share one more kind, because a message may contain a number that differs every time."""
 
 
 class Kind:
@@ -99,8 +99,8 @@ class Failures:
                 attempts may take less time than successful ones.
 
         Returns:
-            the share of the latest attempts that failed, if it exceeds ``max_rate``; otherwise
-            None.
+            the share of the latest attempts that failed, if it exceeds ``max_rate``. None if it
+            does not, or if there were too few attempts.
         """
         if self.max_rate is None:
             return None

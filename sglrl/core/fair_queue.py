@@ -12,7 +12,7 @@ from .calls import QUEUED, Call
 from .clients import ClientState
 
 _SPARE: Final = 64
-"""Entries of a client that a queue may keep, in addition to twice the client's waiting calls."""
+"""A queue keeps at most ``_SPARE + 2 * client.waiting`` calls of a client, ended calls included."""
 
 Entry = tuple[int, int, int, Call]
 _numbers: Final = count()
@@ -25,8 +25,8 @@ class Waiting:
     counts them.
 
     Attributes:
-        line: the calls that arrived in the order of service. Nearly all calls do, so that ``push``
-            and ``first`` mostly cost O(1).
+        line: calls that are served in the order in which they arrived. Nearly all calls are here,
+            so ``push`` and ``first`` mostly cost O(1).
         late: a heap of the other calls.
     """
 
@@ -84,8 +84,9 @@ class _Lane(Waiting):
     """The calls of one client in a ``FairQueue``.
 
     Attributes:
-        entry: number of the client's valid entry in the heap of the queue; -1 if it has none.
-        priority: the priority in that entry.
+        entry: the serial number of the client's valid entry in ``FairQueue._heap``. -1: the client
+            has no valid entry.
+        priority: the priority in the valid entry.
     """
 
     __slots__ = ("client", "entry", "priority")
@@ -105,11 +106,12 @@ class FairQueue:
 
     The order is by priority. Within one priority clients take turns. Within one client the order is
     by age. A call may be in the queue twice. The queue skips calls that are no longer QUEUED, and
-    all calls of a client that is ``blocked``.
+    all calls of a client with too many unread bytes (``ClientState.blocked``).
 
-    A heap finds the next client. An entry of the heap may be outdated: the client may have been
-    served since, by this or another queue, and then has a later turn than in the entry. ``first``
-    corrects outdated entries at the top of the heap. A call therefore costs O(log clients).
+    A heap finds the next client. Its entries store the clients' turns. An entry is outdated if this
+    or another queue has served the client since the entry was made, because the client's turn is
+    now later. ``first`` corrects only outdated entries at the top of the heap. Each correction
+    costs O(log clients).
     """
 
     __slots__ = ("_heap", "_lanes")
@@ -134,7 +136,8 @@ class FairQueue:
         if len(lane.line) + len(lane.late) > _SPARE + 2 * client.waiting:
             self.sweep(client)
         if lane.entry < 0:
-            # The lane may contain skipped calls, which may be served before this call.
+            # Do not use the priority of this call. A client that was blocked may have other calls
+            # in its lane, and one of them may be served earlier.
             self.rejoin(client)
         elif call.priority > lane.priority:
             self._enter(lane, call.priority)
@@ -183,10 +186,9 @@ class FairQueue:
                 self._enter(lane, call.priority)
 
     def sweep(self, client: ClientState) -> None:
-        """Remove calls of a client that no longer wait.
+        """Remove a client's calls that no longer wait, if it has more calls here than allowed.
 
-        Nothing happens while the client has at most ``_SPARE`` entries more than twice the number
-        of its waiting calls.
+        ``_SPARE`` defines the allowed number.
         """
         lane = self._lanes.get(client)
         if lane is not None:

@@ -6,8 +6,8 @@ holds calls:
 
 * No heartbeat arrives: the process is stopped, or computes without letting another thread run.
 * Heartbeats arrive and report the same progress. In phase ``WEIGHTS`` this is allowed because the
-  weight channel has its own deadlines, and in ``PAUSED`` because the user asked for it. In
-  ``PREFILL`` it may last ``PREFILL_TIMES`` as long.
+  weight channel has its own deadlines, and in ``PAUSED`` because the user asked for the pause. In
+  ``PREFILL`` it is allowed for ``PREFILL_TIMES`` times the usual time.
 
 While the driver itself is stopped or busy, no clock runs. After that, no worker counts as hung
 before the driver has had time to read the messages that arrived in the meantime.
@@ -27,12 +27,12 @@ PREFILL_TIMES: Final = 10
 class _Watched:
     """The state of one worker.
 
-    Both clocks start anew when a check first finds that the worker holds calls.
+    Both clocks start anew when a check finds calls at a worker that held none at the last check.
 
     Attributes:
-        heard: time of the last heartbeat, or of the start of the clock.
-        moved: time of the last heartbeat that reported progress, ``WEIGHTS`` or ``PAUSED``, or of
-            the start of the clock.
+        heard: time of the last heartbeat, or of the start of the clock if that is later.
+        moved: time of the last heartbeat that reported new progress or the phase ``WEIGHTS`` or
+            ``PAUSED``, or of the start of the clock if that is later.
     """
 
     __slots__ = ("heard", "holds_calls", "moved", "phase", "progress")

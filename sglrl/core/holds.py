@@ -12,7 +12,7 @@ PATIENCE: Final = 5.0
 
 
 class Holds:
-    """The reasons for which workers hold back calls, by the part of the pool that holds them back.
+    """The reasons for which workers hold back calls, by the part of the pool that sets the reason.
 
     The error of a call whose deadline has passed contains the reasons. Each part is reported once,
     when a call has waited for some seconds.

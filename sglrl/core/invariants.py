@@ -1,4 +1,4 @@
-"""Check the invariants that the modules of ``Fabric`` and ``CallQueue`` list."""
+"""Check the invariants that the docstrings of ``fabric.py`` and ``CallQueue`` list."""
 
 from __future__ import annotations
 

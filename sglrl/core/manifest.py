@@ -133,7 +133,7 @@ WITH_ADAPTERS: Final = (
 
 
 class ManifestCheck:
-    """Checks manifests. The list object that was checked last is not checked again."""
+    """Checks manifests. If the same list object comes again, it is not checked again."""
 
     def __init__(self) -> None:
         self._fitting: tuple[Sequence[TensorSpec], bool] | None = None
@@ -143,8 +143,8 @@ class ManifestCheck:
     ) -> None:
         """Check a manifest, as ``check_manifest`` does.
 
-        A partial manifest may be empty. The sender has then left out all given tensors, because
-        the engine does not keep them.
+        A partial manifest is empty if the engine keeps none of the tensors that the caller gave,
+        because the sender leaves such tensors out.
         """
         if self._fitting is not None:
             specs, was_partial = self._fitting
@@ -223,10 +223,11 @@ def lay_out(specs: Sequence[TensorSpec], bucket_bytes: int) -> Layout:
 
 
 def in_pieces(layout: Layout, indices: Sequence[int]) -> bool:
-    """Return True if a bucket of these tensors is broadcast tensor by tensor, without packing.
+    """Return True if a bucket of these tensors is broadcast in pieces, one tensor at a time.
 
-    This applies only to groups that support pieces. Each piece costs a few microseconds. Packing
-    large tensors instead slows the broadcast that is running.
+    Tensors of at least ``PIECE_BYTES`` on average are not packed into one buffer, because packing
+    slows the broadcast that is running. Each piece costs a few microseconds. Only groups that
+    support pieces use them.
     """
     return sum(layout.places[index].nbytes for index in indices) >= PIECE_BYTES * len(indices)
 

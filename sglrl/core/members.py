@@ -71,8 +71,8 @@ class Member:
     def __init__(self, index: int) -> None:
         self.index = index
         self.alone: tuple[Member, ...] = (self,)
-        """The entry in a ``PrefixIndex`` of each prefix that only this member holds. The index
-        compares it by identity."""
+        """A tuple of this member alone. In a ``PrefixIndex``, it is the entry of each prefix that
+        only this member holds. The index compares this tuple by identity."""
         self.state = STARTING
         self.window = 0
         self.load = 0
@@ -105,9 +105,9 @@ class LoadIndex:
     """The READY members by load. ``least`` finds the least loaded member with room in O(1).
 
     ``buckets[n]`` contains the members with room that hold n calls, in the order in which they
-    reached that load. ``least`` takes from the front, so equally loaded members take turns. It also
-    moves members whose load has changed to their new buckets. They do not move earlier, because
-    many calls are sent without ``least``.
+    reached that load. ``least`` takes from the front, so equally loaded members take turns. Only
+    ``least`` moves members whose load has changed to their new buckets, because many calls are sent
+    without ``least``.
     """
 
     def __init__(self) -> None:

@@ -5,9 +5,9 @@ this session, the session continues. Otherwise the driver begins a new session, 
 the processes of the old session.
 
 Both ends number their messages from 1 on, and keep each message until the other end acknowledges
-it. After a break, each end reports the number of the last message that it received, and the other
-end sends the later messages again. Every message arrives once and in order. TCP does the same for
-bytes, but only within one connection.
+it. After a break, each end reports the serial number of the last message that it received, and the
+other end sends the later messages again. Every message arrives once and in order. TCP does the same
+for bytes, but only within one connection.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Send = Callable[[list[bytes]], object]
 
 
 class MessageMissing(ProtocolError):
-    """A message is missing, because the connection broke and ZeroMQ restored it in the meantime.
+    """A message is missing, because ZeroMQ lost and restored the connection without a notice.
 
-    When the session connects again, the other end sends the message again.
+    When the session connects again, the other end sends the missing message again.
     """
 
 
@@ -43,7 +43,7 @@ class Session:
     Attributes:
         id: the id of the session, which the driver chooses.
         connected: whether both ends have agreed to continue on the current connection.
-        received: number of the last message that was received.
+        received: serial number of the last received message; 0 before the first message.
     """
 
     def __init__(self, id: str, send: Send) -> None:
@@ -77,7 +77,7 @@ class Session:
         """Continue on a new connection, and send all messages that the other end lacks.
 
         Args:
-            received: the number of the last message that the other end has received.
+            received: the serial number of the last message that the other end has received.
 
         Raises:
             ProtocolError: the other end reports more messages than were sent.

@@ -52,7 +52,8 @@ class Placement:
 
         Args:
             workers: number of workers.
-            gpus: number of GPUs of each worker. With 0, workers run on CPU, any number on a host.
+            gpus: number of GPUs of each worker. With 0, the workers run on CPU, and a host takes
+                any number of them.
         """
         if not self.offers:
             return None
@@ -74,7 +75,7 @@ class Placement:
         self._places = [other for other in self._places if other is not place]
 
     def holds(self, place: WorkerPlace) -> bool:
-        """Return True if a taken place was not released and its host was not removed since."""
+        """Return True until a taken place is released or its host is removed."""
         return any(other is place for other in self._places)
 
     def free(self, host: str) -> tuple[str, ...]:
@@ -83,7 +84,10 @@ class Placement:
         return tuple(gpu for gpu in self.offers[host].gpus if gpu not in used)
 
     def _best(self, gpus: int) -> WorkerPlace | None:
-        """Return a place on the least used host. Of equally used hosts, take the first."""
+        """Return a place on the least used host, or None if no host has enough free GPUs.
+
+        Of equally used hosts, take the first.
+        """
         if gpus:
             host = max(self.offers, key=lambda name: len(self.free(name)))
             free = self.free(host)

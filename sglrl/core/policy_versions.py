@@ -1,9 +1,9 @@
-"""The versions of the policies that sample in a run: the model, and adapters of it.
+"""The versions of the policies that sample in a run: the model, and LoRA adapters of the model.
 
-Each policy has a name and a version counter. ``MODEL`` is the name of the model itself. A token of
-an adapter also depends on the weights of the model, so the token has two versions, and its age is
-the larger of the two ages. For many tokens, it suffices to keep the oldest version of each policy,
-because the largest age of the tokens follows from these versions.
+Each policy has a name and a version counter. ``MODEL`` is the name of the model itself. A token
+that an adapter sampled also depends on the weights of the model. This token has two versions, and
+its age is the larger of the two ages. For many tokens, it suffices to keep the oldest version of
+each policy, because the largest age of the tokens follows from these versions.
 
 Pure: no clock, no I/O.
 """

@@ -64,9 +64,9 @@ def followers(
             requests for which another request may wait.
 
     Returns:
-        indices into ``waiting``. Each of these requests shares at least ``LEAST`` tokens that are
-        not in the cache yet with another request. The other request is in ``begun``, or is earlier
-        in ``waiting`` and not returned.
+        indices into ``waiting``. Each of these requests shares a prefix with another request, of
+        which at least ``LEAST`` tokens are not in the cache yet. The other request is in ``begun``,
+        or is earlier in ``waiting`` and not returned.
     """
     leaders: dict[int, int] = {}
     there: dict[int, int] = {}
@@ -81,8 +81,8 @@ def followers(
             if index >= len(begun) and min(end, prompt.most) - there[leader] >= LEAST:
                 later.add(index - len(begun))
             break
-        # This request becomes the leader for its other keys, even if it waits for a leader itself.
-        # A later request with such a key shares enough tokens with that leader, too.
+        # This request becomes the leader for its keys without a leader, even if it waits itself. A
+        # later request with one of these keys also has the shorter prefix for which this one waits.
         for key in prompt.keys:
             leaders.setdefault(key, index)
     return later

@@ -47,8 +47,8 @@ class Route:
         version: policy version. Versions never share KV, so they never share prefixes.
         session: name of the session of which the call is a turn.
         sticky: whether the route is a conversation.
-        number: number of the conversation; -1 if it has none. Only a process without a pool of its
-            own numbers its conversations.
+        number: serial number of the conversation; -1 if it has none. Only a client of a remote pool
+            numbers its conversations.
         member: the worker of the previous call. It gets the next call of a conversation.
         recorded: number of prefixes of the prompt when ``member`` got the previous call. The whole
             prompt does not count as a prefix.
@@ -57,7 +57,7 @@ class Route:
         _latest: key of the last recorded prefix.
         _keys: keys of the prompt when it had ``_hashed`` bytes. They are valid only while the
             prompt still has this size.
-        _beginnings: number of ``_keys`` that belong to prefixes, not to the whole prompt.
+        _beginnings: number of ``_keys`` without the key of the whole prompt.
     """
 
     __slots__ = (
@@ -160,8 +160,9 @@ class PrefixIndex(Generic[H]):
     """A bounded map of prompt prefixes to the members that hold them, approximately LRU.
 
     The map has two generations. Entries are read from both and written to the younger generation.
-    When the younger generation holds half of ``entries``, the older one is dropped. An entry is
-    thus forgotten only after at least ``entries / 2`` other entries were used since its last use.
+    When the younger generation holds half of ``entries``, it becomes the older generation, and the
+    previous older one is dropped. An entry is thus forgotten only after at least ``entries / 2``
+    other entries were used since its last use.
 
     Most entries have one member. Such an entry is the tuple ``alone`` of this member. An entry of
     several members is a dict, whose last key is the member that got the prefix last.
@@ -173,11 +174,12 @@ class PrefixIndex(Generic[H]):
         self.old: dict[int, Holders[H]] = {}
 
     def holders(self, keys: list[int]) -> Holders[H]:
-        """Return the members that are known to hold the longest prefix that any member holds."""
+        """Return the members that hold the longest of these prefixes that the index contains."""
         if not keys:
             return ()
         young, old = self.young, self.old
-        # A member that holds any prefix also holds the shortest one. The index may lack others.
+        # A member that holds any prefix also holds the shortest prefix. The index may lack some of
+        # the longer ones, so each of them is looked up.
         shortest = young.get(keys[0]) or old.get(keys[0]) or ()
         if shortest and len(keys) > 1:
             for key in reversed(keys):
@@ -187,7 +189,7 @@ class PrefixIndex(Generic[H]):
         return shortest
 
     def forget(self, member: H) -> None:
-        """Remove a member that accepts no more calls from all entries. This costs O(entries)."""
+        """Remove a member from all entries, because it accepts no more calls. Costs O(entries)."""
         for generation in (self.young, self.old):
             for key, entry in generation.items():
                 if entry is member.alone:

@@ -1,4 +1,4 @@
-"""The samples of one item of the data set, and their states, which ``rollout_plan`` changes."""
+"""The samples of one item of the data set, and their states, changed by ``rollout_plan``."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SUSPECT: Final = 2
 suspects, so that the cause of the next loss is clear."""
 MOST_STALE: Final = 3
 """After this many stale runs of a sample, its group is postponed to the end of the data set. After
-as many stale runs there, the sample is lost."""
+as many further stale runs, the sample is lost."""
 
 
 class Past(NamedTuple):
@@ -93,12 +93,12 @@ class Group:
 
     Args:
         index: number of the item in the data set.
-        tries: number of earlier groups of the item that failed.
+        tries: number of earlier groups of the item that were DROPPED.
         before: the earlier runs of each sample.
         late: whether an earlier group of the item was POSTPONED to the end of the data set.
 
     Attributes:
-        order: the number of the group among all groups that became READY.
+        order: the serial number of the group among all groups that became READY.
         age_key: the oldest version of each policy, sorted by name, while the group is READY.
     """
 

@@ -13,7 +13,7 @@ The life of one sample: WAITING ──▶ RUNNING ──▶ DONE or LOST. A fail
 
 A sample of an item runs at most ``1 + retries`` times in all groups of the item. A group that is
 begun again has the samples of the previous group, except samples without a remaining run. A run
-whose process was lost does not count, at most ``MAX_LOSSES`` times.
+that lost its process does not count, up to ``MAX_LOSSES`` times for each sample.
 
 Staleness is bounded as in AReaL (https://arxiv.org/abs/2505.24298, eq. 3). After v training steps,
 with batches of B groups and a bound of η versions, at most ``(v + η + 1) B`` groups have been begun
@@ -24,9 +24,9 @@ or are done.
 A stale sample has not failed. It runs again at once, before all others, so that the new run has the
 largest possible number of versions to finish. Long samples are stale more often than short ones, so
 dropping them would bias the training. After ``MOST_STALE`` stale runs of a sample, its group is
-POSTPONED until no other item is left. The trainer then has nothing else to train on, and makes no
-new weights before the group ends. If the sample is stale as often again, the trainer makes new
-weights without groups, and the sample is lost.
+POSTPONED until no other item is left. The trainer then has nothing else to train on, and should
+make no new weights before the group ends. If the sample still is stale ``MOST_STALE`` times more,
+the trainer makes new weights without groups, so the sample is lost.
 
 Pure: no clock, no I/O. Results are opaque. ``policy_versions`` describes versions.
 """
@@ -87,8 +87,8 @@ class Plan:
         group_size: number of samples per item.
         min_group: minimum number of samples of a group. A group with fewer remaining samples is
             given up.
-        retries: how often a sample is run again, in all groups. This is also how often a group that
-            was given up is begun again, as long as enough of its samples may be run again.
+        retries: maximum number of times that a sample is run again, in all groups, and that a
+            DROPPED group is begun again.
         batch_size: B in the docstring of the module.
         max_staleness: η in the docstring of the module; None for no bound.
         ahead: maximum number of live groups, and so of READY groups. None: no bound.
@@ -215,7 +215,7 @@ class Plan:
             return
         for group in list(self.live):
             for sample in group.done:
-                # If an earlier sample made the plan give up the group, this sample is not DONE now.
+                # An earlier sample may have made the plan give up the group. This one is then LOST.
                 if sample.state is DONE and self._too_old(sample.oldest):
                     self._stale(sample)
 
@@ -363,7 +363,7 @@ class Plan:
         return self.clock.age(dict(key)), -next(iter(self.by_age[key])).order
 
     def _stale(self, sample: Sample) -> None:
-        """Run a sample of a live group again, because its oldest token is too old."""
+        """Run a stale sample of a live group again. If this is too often, postpone or lose it."""
         group, was_done = sample.group, sample.state is DONE
         sample.stale += 1
         sample.result = None
@@ -404,7 +404,7 @@ class Plan:
             self._drop(group)
         elif not group.open:
             if group.state is READY:
-                # The group has lost its oldest sample.
+                # The lost sample was stale, so the group has another ``age_key`` now.
                 lessened = True
                 self._unready(group)
             else:

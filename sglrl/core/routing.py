@@ -28,7 +28,7 @@ _HOLDERS: Final = 8
 
 
 class Router:
-    """Chooses among the members of a ``LoadIndex``. Stores prefixes, sessions and the turn."""
+    """Chooses among the members of a ``LoadIndex``. Stores the members of prefixes and sessions."""
 
     def __init__(self, config: FabricConfig, loads: LoadIndex) -> None:
         self.config = config
@@ -83,7 +83,7 @@ class Router:
         return member
 
     def given(self, call: Call, member: Member) -> None:
-        """Record that the member gets the call. Calls that continue it then prefer this member."""
+        """Record that the member gets the call. Later calls that continue this call prefer it."""
         route = call.route
         if route is None or self.loads.members <= 1:
             return
@@ -156,8 +156,8 @@ class Router:
         if least in holders:
             return least
         best: Member | None = None
-        # Very many workers may hold a prefix, so consider only a few. The first holders got the
-        # prefix the longest time ago, so they most likely have room.
+        # Very many workers may hold a prefix, so consider only a few. The first holders in the
+        # order of the index got the prefix the longest time ago, so they most likely have room.
         for member in islice(holders, _HOLDERS):
             if member.load < member.window and (best is None or member.load < best.load):
                 best = member

@@ -9,7 +9,7 @@ MAX_SEED: Final = (1 << 62) - 1
 """The largest seed of a request."""
 
 SEEDS: Final = 1 << 32
-"""Number of seeds of a process, which are in ``[0, 2**32)`` because numpy accepts only these."""
+"""Number of possible seeds of a process. They are in ``[0, 2**32)``, as numpy requires."""
 _WORKER: Final = 15_485_863
 _PROCESS: Final = 1_000_003
 """``_WORKER`` and ``_PROCESS`` are primes. For all workers and processes below 256 the sums of

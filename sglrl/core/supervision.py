@@ -5,8 +5,8 @@ Each worker has a budget of restarts within a period, like the supervisors of OT
 its budget is retired.
 
 A worker that had served a call is replaced at once. If a worker fails repeatedly before it serves,
-the delay between restarts grows, because faster failures gain nothing. More of these failures in a
-row than ``restarts`` also exceed the budget, no matter how long each of them takes.
+the delay between restarts grows, because faster failures gain nothing. More than ``restarts`` such
+failures in a row also exceed the budget, even if they take longer than the period.
 """
 
 from __future__ import annotations

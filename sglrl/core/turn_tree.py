@@ -19,8 +19,8 @@ class Leaf(NamedTuple):
 
     Attributes:
         path: the turns of the path.
-        own: the turns of the path that are in no later path. Exactly one path owns each turn, and
-            only there do the sampled tokens of the turn count in the loss.
+        own: the turns of the path that are in no later path. Each turn is in ``own`` of exactly one
+            path. In this path, the sampled tokens of the turn count in the loss.
     """
 
     path: tuple[int, ...]
@@ -28,7 +28,7 @@ class Leaf(NamedTuple):
 
 
 class TurnTree:
-    """The tree of one conversation. Turns are numbered from 0 as added. Tokens are int32 bytes."""
+    """The tree of one conversation. ``add`` numbers the turns from 0. Tokens are int32 bytes."""
 
     def __init__(self) -> None:
         self._parents: list[int] = []
@@ -93,7 +93,7 @@ class TurnTree:
         return b"".join(part for step in self.path(turn) for part in self._segments[step])
 
     def starts(self, turn: int) -> list[int]:
-        """Return the position, in tokens, at which each turn of the path begins to sample."""
+        """Return where the sampled tokens of each turn of the path to ``turn`` begin, in tokens."""
         positions, at = [], 0
         for step in self.path(turn):
             between, sampled = self._segments[step]

@@ -19,8 +19,9 @@ Invariants of the machine:
 * After the end, all workers that were not expelled have the same version. This is the new version
   if the update is DONE, and the old version otherwise.
 
-A member is ``(worker, rank)``. The sender of the weights is ``SENDER``. With ``sender=False``
-(weights from files) there is no group, and therefore no JOIN and no sender.
+A member is ``(worker, rank)``. The sender of the weights is ``SENDER``. In JOIN, the sender and the
+members form a group for collectives. With ``sender=False`` (weights from files) there is neither a
+sender nor a group, and the update begins with PREPARE.
 
 An answer contains its phase, but not its attempt. The caller must drop late answers to an abandoned
 attempt, by the ids of their messages.
@@ -161,8 +162,8 @@ class WeightUpdate:
         """Process the answer of a member.
 
         Args:
-            dirty: whether only some live weights of the rank are new. Only an answer to ABORT
-                reports this.
+            dirty: whether some live weights of the rank are new and the others are old. Only an
+                answer to ABORT reports this.
         """
         if phase != self.state or member not in self.waiting:
             self.late_answers += 1
@@ -221,10 +222,10 @@ class WeightUpdate:
     def tick(self, now: float) -> None:
         """Handle a passed deadline.
 
-        Before COMMIT, a late member may only be waiting for another member in a collective. The
-        update therefore sends ABORT to all members. A live process answers ABORT at once. A worker
-        that does not answer ABORT or COMMIT in time is expelled. A sender that does not answer in
-        time counts as lost.
+        Before COMMIT, a late member may be healthy and wait in a collective for another member. So
+        the update sends ABORT to all members, and a live process answers ABORT at once. A worker
+        that does not answer ABORT or COMMIT in time is expelled. A sender that does not answer
+        ABORT in time counts as lost.
         """
         if self.ended or now < self.deadline:
             return
