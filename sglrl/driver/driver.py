@@ -33,7 +33,7 @@ now = time.monotonic
 ENVELOPE_BYTES: Final = 4096
 """Upper bound of the size of a message without its bodies."""
 _AT_ONCE: Final = 256
-"""If a message causes more effects than this, execute them before reading the next message."""
+"""If the outbox has more effects than this, execute them before reading the next message."""
 
 
 class Reply(Protocol):
@@ -49,9 +49,10 @@ class Reply(Protocol):
         """The call has ended with this answer or error. This event comes exactly once, last."""
 
     def restart(self, call: Call) -> None:
-        """The call starts again on another worker.
+        """The call lost its worker and runs again.
 
-        Discard the chunks. If the call is resumable, put their tokens into ``call.args`` instead.
+        If the call is resumable, put the tokens of its chunks into ``call.args``. Otherwise discard
+        the chunks.
         """
 
 
@@ -163,7 +164,7 @@ class Driver:
 
     @property
     def is_copied(self) -> bool:
-        """Whether this process is a fork of the owner and so must not use its sockets and locks."""
+        """Whether this process is a fork and must not use the sockets and locks of its parent."""
         return os.getpid() != self._pid
 
     def check_loop(self) -> None:
@@ -355,7 +356,7 @@ class Driver:
 
 
 def _fail(call: Call, error: Exception) -> None:
-    """Fail only the call whose reply raised an error, which is a bug."""
+    """Fail the call whose reply raised an error. The error is a bug, but other calls continue."""
     logger.error("the answer to %s could not be processed", call.endpoint, exc_info=error)
     failure = SglrlError(
         f"the answer to {call.endpoint} could not be processed: {type(error).__name__}: {error}"

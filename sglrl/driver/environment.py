@@ -29,7 +29,7 @@ def environment() -> Environment:
 
 
 def limits(other: Environment, *, gpus: bool) -> list[str]:
-    """Return the versions of another Python that differ from this one's, and what does not work.
+    """Describe each version of another Python that differs here, and what therefore does not work.
 
     The version of sglrl is not compared, because different versions cannot be used together at all.
 

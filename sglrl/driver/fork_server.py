@@ -1,4 +1,4 @@
-"""The warm fork server: one child process per driver that imports SGLang once and forks workers.
+"""The warm fork server: a child process that imports SGLang once, and then forks workers.
 
 Importing SGLang takes 20 s, but a fork takes milliseconds. The fork server of ``multiprocessing``
 imports the user's ``__main__`` again in every child, which breaks notebooks and scripts without a
@@ -47,7 +47,7 @@ from .temporary_folders import make_folder, remove_folder
 logger = logging.getLogger("sglrl.spawn")
 
 _READ_LATER: Final = ("CUDA_VISIBLE_DEVICES", "NCCL_")
-"""The prefixes of the names of variables that are read after the imports."""
+"""Prefixes of variable names. SGLang reads these variables only after the imports."""
 
 SILENCE = 60.0
 """Seconds that a fork server may take to answer after its imports. A fork takes less than a second,
@@ -56,7 +56,7 @@ LAST_SECONDS = 5.0
 """Seconds that a killed fork server may take to exit."""
 _decoder = msgspec.msgpack.Decoder(FromForkServer)
 _servers: dict[tuple[str, str | None, frozenset[tuple[str, str]]], ForkServer] = {}
-"""The latest fork servers, by preload, interpreter and variables."""
+"""The latest fork server for each combination of preload, interpreter and variables."""
 _dead: list[ForkServer] = []
 _lock = threading.Lock()
 _at_exit = False

@@ -67,7 +67,7 @@ class Launcher(Protocol):
 
     @property
     def lost(self) -> str:
-        """The reason why processes have ended or will end by no fault of their own, or empty."""
+        """The reason why processes end that did not fail themselves. Empty if none of them end."""
         ...
 
     @property
@@ -229,7 +229,7 @@ class LocalLauncher:
             return await self._open(server)
         except WorkerStartError:
             # If the fork server exits now, use a new one. If it keeps running, do not replace it,
-            # because it has workers of other pools.
+            # because other pools may have workers there.
             if not await asyncio.to_thread(server.ended, LAST_SECONDS):
                 raise
             return await self._open(fork_server(self._preload, self._python, self._early))
@@ -260,7 +260,7 @@ class LocalLauncher:
             and name != "CUDA_VISIBLE_DEVICES"
             and is_text(_as_utf8(name + value))
         }
-        # Python ignores entries that are not text.
+        # Python ignores entries of ``sys.path`` that are not strings.
         path = [_as_utf8(p) or here for p in sys.path if isinstance(p, str)]
         return encode(
             Fork(

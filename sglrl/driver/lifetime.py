@@ -31,7 +31,7 @@ class Lifetime:
         self._entered = False
         self._unclosed: weakref.finalize[..., Any] | None = None
         self._draining = 0
-        """Number of tasks in ``_drain``."""
+        """Number of tasks that have called ``_drain`` and were not cancelled in it."""
         self.closing = False
 
     def enter(self) -> None:

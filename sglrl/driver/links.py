@@ -19,7 +19,7 @@ logger = logging.getLogger("sglrl.driver")
 
 
 class LinkListener(Protocol):
-    """Is notified of messages that cannot be sent, each time in a later tick of the event loop."""
+    """Is notified of messages that cannot be sent, in a later tick of the event loop."""
 
     def on_refused(self, member: Member, call: Call, error: Exception) -> None:
         """A call cannot be encoded."""
@@ -104,7 +104,7 @@ class Links:
 
 
 class RawFrames:
-    """Finds the raw frames of results, in frames of the message or in rows of shared memory.
+    """Finds the raw frames of results, which are frames of the message or rows in shared memory.
 
     Attributes:
         readers: the open shared memory, for each worker that shares memory.

@@ -47,8 +47,8 @@ _RETURN_SECONDS: Final = 30.0
 connected, the wait starts anew."""
 
 SYNC_TIMEOUT = 120.0
-"""Maximum seconds in which a replacement receives the weights from other workers. The time in which
-it waits for its turn does not count."""
+"""Maximum seconds in which a new worker receives the weights from other workers. The time before
+the transfer begins does not count."""
 
 
 class Supervisor(DriverListener):
@@ -449,9 +449,9 @@ class Supervisor(DriverListener):
         self._expect_return(gone, gone.breaks)
 
     def _expect_return(self, worker: Worker, breaks: int) -> None:
-        """Kill a worker that does not return in time, unless its host is not connected either.
+        """Kill a worker that does not return in time. While its host is not connected, wait longer.
 
-        In that case, wait longer. The launcher ends the workers of a host that does not return.
+        The launcher ends the workers of a host that does not return.
         """
 
         def check() -> None:

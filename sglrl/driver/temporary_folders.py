@@ -84,7 +84,7 @@ def _lock(folder: Path, create: int) -> bool:
         return False
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # If the file was removed between the two calls, the lock has no effect.
+        # If the file was removed between ``open`` and ``flock``, the lock has no effect.
         if os.path.samestat(os.fstat(lock), os.stat(path)):
             _locks[folder] = lock
             return True

@@ -18,8 +18,8 @@ _Ts = TypeVarTuple("_Ts")
 async def in_thread(work: Callable[[*_Ts], _T], *arguments: *_Ts) -> _T:
     """Run work on text in a thread, for example tokenization.
 
-    The event loop's own threads are not used. Agents that wait for a turn may occupy all of them,
-    and the turn needs this work.
+    The event loop's own threads are not used. Agents may occupy all of them while they wait for
+    turns, and the turns cannot end before this work is done.
     """
     return await asyncio.get_running_loop().run_in_executor(_pool(os.getpid()), work, *arguments)
 

@@ -16,7 +16,7 @@ from ..errors import UsageError
 _TRACEBACK: Final = "Traceback (most recent call last):"
 _GROUP: Final = re.compile(r"^ +(\| ?|(?=\+-))")
 _MOST: Final = 50
-"""Number of logs of failed workers that are kept in the cache folder."""
+"""Maximum number of logs of failed workers in the cache folder."""
 
 
 class WorkerLogs:
@@ -59,7 +59,7 @@ class WorkerLogs:
         return (self._dir or folder) / name
 
     def keep(self, log: Path) -> str:
-        """Keep the log of a worker that has failed. Return its path, or "" if there is none."""
+        """Keep the log of a failed worker. Return the path of the kept log, or "" without one."""
         try:
             if not log.stat().st_size:
                 return ""

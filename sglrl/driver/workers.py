@@ -35,8 +35,8 @@ _FIND_LOST_SECONDS: Final = 1.0
 fork server reports the exit with its reason before the search."""
 
 _PIECE: Final = 64
-"""With this many new calls per worker, the driver sends before the tick ends. Otherwise the driver
-and a fast worker would alternate, and each would be idle while the other works."""
+"""With this many new calls per worker, the driver sends before the tick ends. If it sent only then,
+the driver and a fast worker would alternate, and each would be idle while the other works."""
 
 _RETURN_FROM: Final = (READY, SYNCING, STALE)
 """The states from which a worker may go away and return."""
@@ -49,7 +49,7 @@ class Workers:
         fabric: holds the states.
         links: the connections to the workers.
         listeners: the driver's list of listeners, which changes.
-        changed: executes the effects of a state change, and wakes the tasks that wait for it.
+        changed: executes the effects of a state change, and wakes the tasks that wait for a change.
         dropped: counts the messages that are dropped.
         may_return: whether a worker whose connection breaks ends all its calls, connects again and
             sends ``Ready``. If not, such a worker exits.
