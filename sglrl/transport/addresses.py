@@ -18,7 +18,7 @@ def check_address(address: str, *, keys: bool = False, insecure: bool = False) -
     Args:
         address: the address to check.
         keys: whether keys are given.
-        insecure: whether an address of another machine is allowed without keys.
+        insecure: whether an address that other machines can reach is allowed without keys.
     """
     flag("insecure", insecure)
     if not isinstance(address, str):
@@ -64,7 +64,7 @@ def host_of(address: str) -> str:
 
 
 def ip_of(address: str) -> str:
-    """Return the IPv4 address of ``tcp://HOST:PORT``, or "" without one. No packet is sent."""
+    """Return the IPv4 address of ``tcp://HOST:PORT``, or "" if it has none. Send no packet."""
     with contextlib.suppress(OSError), sockets.socket(sockets.AF_INET, sockets.SOCK_DGRAM) as s:
         s.connect((host_of(address), int(address.rpartition(":")[2])))
         ip: str = s.getpeername()[0]

@@ -3,7 +3,7 @@
 A key is one line of 40 characters (Z85) in a file. Files come in pairs::
 
     driver.secret, driver.public    the pair of the process that calls ``launch``
-    NAME.secret, NAME.public        the pair of a process that connects to it
+    NAME.secret, NAME.public        the pair of a process that connects to the driver
 
 A driver needs ``driver.secret`` and the ``.public`` files of the clients that it admits. A client
 needs ``driver.public`` and its own ``.secret`` file. Only the owner may read secret files (0600).
@@ -85,8 +85,7 @@ def read_client_keys(where: str | PathLike[str]) -> ClientKeys:
     """Return the keys of a client.
 
     Args:
-        where: a folder with one client's secret key. If the folder has several such keys, the file
-            with the key.
+        where: a folder with exactly one client's secret key, or the file with the key.
 
     Raises:
         InvalidKeys: ``where`` is neither, or other users can read the secret key or change the

@@ -4,8 +4,8 @@ A row with the logprobs of a whole vocabulary has half a megabyte, and a step yi
 A socket takes longer to send them than the model takes to compute them. Instead, the worker writes
 each row into a slot of a file without a name (``memfd_create``). The driver opens the file through
 ``/proc``. The worker's message contains the numbers of the slots, and the driver returns views of
-the slots. A slot is free again when no view of it is left. If the system does not support this, or
-all slots are taken, rows are sent as raw frames.
+the slots. A slot is free again when no view of it is left. If the system does not support shared
+memory, or too few slots are free, rows are sent as raw frames.
 
 The file also has one byte per slot. The worker sets the byte when it takes the slot, and the driver
 clears the byte when the slot is free. At any time only one side may change the byte, so no lock is
@@ -32,8 +32,8 @@ from ..wire.calls import RowsOffer
 MIN_BYTES: Final = 64 << 10
 """Minimum bytes of a row. Copying smaller rows into a message is faster than sharing them."""
 MAX_BYTES: Final = 512 << 20
-"""Maximum bytes of all rows of a worker. Memory is allocated only for as many rows as are in use at
-the same time."""
+"""Maximum bytes of all rows of a worker. More memory is allocated only when all rows that have
+memory are in use."""
 TOGETHER: Final = 16
 """Number of rows per piece of memory. Memory is allocated in pieces."""
 _SEALS: Final = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW

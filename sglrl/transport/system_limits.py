@@ -33,7 +33,7 @@ def open_standard_files() -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files, which include connections, to the hard limit or 65,536."""
+    """Raise the limit of open files and connections to the hard limit, but at most to 65,536."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _MAX_FILES if hard == resource.RLIM_INFINITY else min(hard, _MAX_FILES)
     if soft != resource.RLIM_INFINITY and soft < wanted:

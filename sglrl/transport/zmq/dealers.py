@@ -37,7 +37,7 @@ class ZmqDealer(Pump):
         address: the address of the router.
         identity: the name of this peer at the router.
         max_message_bytes: the connection is closed if it receives a larger message.
-        keys: the keys of the connection. None: it is not encrypted.
+        keys: the keys of the connection. None: the connection is not encrypted.
         on_break: is called on a separate thread when the connection breaks.
         heartbeat_timeout: close a TCP connection on which nothing arrives for this number of
             seconds. None: never.

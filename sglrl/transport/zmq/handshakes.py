@@ -63,7 +63,7 @@ class Authenticator(Pump):
 
 
 class ConnectionMonitor(Pump):
-    """Reports when a connection of the router ends. ZeroMQ does not report the peer.
+    """Reports that a connection of the router has ended. ZeroMQ does not report which one.
 
     Over tcp it also limits connections with an unfinished handshake to a quarter of the files that
     this process may open. It closes the oldest ones first. ZeroMQ itself would accept connections
@@ -91,8 +91,8 @@ class ConnectionMonitor(Pump):
         files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._most = sys.maxsize if files == resource.RLIM_INFINITY else files // 4
         self._accepted: dict[int, None] = {}
-        """Descriptors of connections, oldest first, except connections that are known to have
-        finished their handshake."""
+        """Descriptors of open connections, oldest first, except connections that ``_cut_off`` has
+        checked."""
 
     def handle(self, frames: list[Any]) -> None:
         event, fd = _EVENT.unpack(frames[0])

@@ -20,9 +20,9 @@ logger = logging.getLogger("sglrl.transport")
 
 _MAX_UNTAKEN: Final = 1 << 14
 """Maximum number of messages of one peer that wait at the driver. Further messages wait at the
-peer, and are lost if the peer exits. While they wait there, ZeroMQ does not read heartbeats either.
-Therefore the number is so large that a driver that is busy for ``heartbeat_timeout`` does not
-reach it."""
+peer, and are lost if the peer exits. While they wait there, ZeroMQ does not read heartbeats either,
+and the connection would soon count as broken. A driver that is busy for ``heartbeat_timeout`` does
+not reach this limit."""
 _HANDSHAKE_MS: Final = 10_000
 """Maximum milliseconds of a handshake. With keys, it includes a check by the driver, which may be
 busy."""
