@@ -71,7 +71,7 @@ class PoolOnHosts(Protocol):
         ...
 
     def on_ended(self, link: NodeLink, reason: str) -> None:
-        """The session of a node has ended, so that the workers on this host are lost."""
+        """The session of a node has ended, so the workers on its host are lost."""
         ...
 
 
@@ -87,9 +87,10 @@ class Hosts:
         keys: a folder made with ``sglrl keys``.
         insecure: whether to accept any node, without encryption, instead of using ``keys``.
         at_least: number of hosts to wait for before workers are placed. None: all of ``nodes``, or
-            one if there are none.
+            one if ``nodes`` is empty.
         nodes: addresses of nodes that wait for a program (``sglrl node --listen``). This program
-            invites them, and again after they restart. With keys, they have the key pair "node".
+            invites each node, and again after the node restarts. With ``keys``, these nodes have
+            the key pair "node" of the folder.
         heartbeat_timeout: seconds without data after which a connection to a node or a worker
             counts as broken. None: never.
 
@@ -199,7 +200,7 @@ class Hosts:
         await self.close()
 
     def open(self) -> None:
-        """Start to listen for nodes, unless this is open. Each ``open`` needs a ``close``."""
+        """Start to listen for nodes, unless the hosts are open. Each ``open`` needs a ``close``."""
         self._users += 1
         if self._router is not None:
             return
@@ -220,9 +221,10 @@ class Hosts:
             )
 
     async def close(self) -> None:
-        """End the sessions of all nodes, if no user is left. The nodes then kill their workers.
+        """Undo one ``open``. Undoing the last one ends the sessions of all nodes.
 
-        Nodes that cannot be reached kill their workers after their orphan timeout.
+        The nodes then kill their workers. Nodes that cannot be reached do so after their orphan
+        timeout.
         """
         self._users -= 1
         if self._users or self._router is None:
@@ -273,7 +275,7 @@ class Hosts:
         return self._links.get(name)
 
     def lacking(self) -> str:
-        """Return a text about hosts that have not connected. Empty if ``at_least`` hosts have."""
+        """Return a text about missing hosts. Empty if ``at_least`` hosts have connected."""
         if len(self._links) >= self._at_least:
             return ""
         there = ", ".join(self._links) or "none"

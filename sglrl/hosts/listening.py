@@ -1,7 +1,8 @@
 """Nodes that wait for programs (``sglrl node --listen``), and the invitations of a program.
 
-A program connects to such a node and sends the address at which it listens. The node then connects
-to the program like any other node. When the session has ended, the node waits for an invitation.
+A program invites such a node: it connects to the node and sends its own address. The node then
+connects to this address like any other node. When its session with the program has ended, the node
+waits for the next invitation.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class ListeningNode:
         self._serving = ""
         """The address of the program that this node serves now."""
         self._again = False
-        """Whether this program has invited the node again, because the program lost the session."""
+        """Whether the program at ``_serving`` has lost the session and invited the node again."""
         self._invited: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._router = ZmqRouter(
             address,
@@ -103,7 +104,8 @@ class ListeningNode:
         if not isinstance(message, Invite):
             return
         if message.address == self._serving:
-            # A program invites all its nodes again when it has lost one of them.
+            # A program that has lost one node invites all its nodes again. The lost node is the one
+            # that is not connected.
             self._again = self._node is not None and not self._node.connected
         elif self._invited.done():
             reason = f"it serves another program, at {self._serving or self._invited.result()}"
@@ -118,7 +120,7 @@ class Invitations:
 
     Args:
         nodes: the addresses of the nodes.
-        keys: the keys of the connections to the nodes. None: they are not encrypted.
+        keys: the keys of the connections to the nodes. None: connections are not encrypted.
         own: the address at which this program listens for nodes.
         heartbeat_timeout: see ``Hosts``.
     """

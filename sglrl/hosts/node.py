@@ -44,7 +44,8 @@ _GOODBYE_SECONDS: Final = 2.0
 _LINGER_SECONDS: Final = 0.2
 """Seconds in which the last message is sent before the connection is closed."""
 _BACK_OFF: Final = (0.0, 0.2, 0.5, 1.0, 2.0)
-"""Seconds before each new connection, while the driver does not admit this node."""
+"""Seconds from each break to the next connection. The last value repeats until the driver admits
+this node."""
 _PATIENCE: Final = 10.0
 """Seconds without an answer after which a warning is logged."""
 
@@ -62,7 +63,7 @@ class NodeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         address: the address at which the driver listens.
-        keys: the keys of the connection. None: it is not encrypted.
+        keys: the keys of the connection. None: the connection is not encrypted.
         name: the name of this host in messages.
         gpus: the GPUs of this host, as entries for ``CUDA_VISIBLE_DEVICES``.
         cores: number of CPU cores of this host.

@@ -48,8 +48,8 @@ class NodeLink:
         """Acknowledge messages, which also detects a broken connection.
 
         Args:
-            end: ``end(link)`` is called if the node does not connect again before it kills its
-                workers.
+            end: ``end(link)`` is called if the node does not connect again within its orphan
+                timeout, after which the node kills its workers.
         """
         if not self.session.connected:
             return

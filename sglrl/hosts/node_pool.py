@@ -40,7 +40,7 @@ class NodePool:
         env: the environment variables of the workers, in addition to this process's variables.
         report: sends a message to the driver.
         outer_address: ``outer_address(address)`` returns the address at which this machine reaches
-            the socket of the pool.
+            the driver's socket with this address.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class NodePool:
         )
 
     async def handle(self, message: Fork | Kill | Dump) -> None:
-        """Send a message to the fork server. ``Fork`` first reconnects to a lost fork server."""
+        """Send a message to the fork server. For ``Fork``, first replace a lost fork server."""
         match message:
             case Fork():
                 await self._fork(message)
@@ -146,7 +146,7 @@ class NodePool:
         return self._folder / f"{key}.log"
 
     def _report_output(self, key: int) -> None:
-        """Send the output of a process since the last report. Of long output, send only the end."""
+        """Send the output of a process since the last report, or only the end if it is long."""
         if self._folder is None or key not in self._sent:
             return
         with contextlib.suppress(OSError), self._log(key).open("rb") as file:

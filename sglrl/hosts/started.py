@@ -39,8 +39,8 @@ class NodeStarter(Protocol):
     def own_host(self) -> str:
         """Return the IPv4 address at which the nodes reach this machine.
 
-        If the system does not know it, return "0.0.0.0". The driver then guesses the address from
-        its routes.
+        If the address is not known, return "0.0.0.0". The driver then guesses the address from the
+        routes of this machine.
         """
         ...
 
