@@ -40,8 +40,8 @@ SLOW_START: Final = 2.0
 BACK_OFF: Final = 0.8
 INTERVAL: Final = 0.25
 """Minimum seconds between two changes, because a change must take effect before the next change.
-For the same reason, the engines compute at least one step for each agent between two changes. Only
-a preemption may lower a limit at once that has just risen."""
+For the same reason, the engines compute at least one step for each agent between two changes. If
+the last change was a rise, a preemption lowers the limit at once."""
 STEPS: Final = 8
 """Minimum number of engine steps between two changes. A new request joins the next step, and
 ``step_seconds`` shows the effect of a change after some steps."""

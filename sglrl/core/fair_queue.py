@@ -12,7 +12,8 @@ from .calls import QUEUED, Call
 from .clients import ClientState
 
 _SPARE: Final = 64
-"""A queue keeps at most ``_SPARE + 2 * client.waiting`` calls of a client, ended calls included."""
+"""A queue keeps at most ``_SPARE + 2 * client.waiting`` calls of each client. Calls that no longer
+wait count, too."""
 
 Entry = tuple[int, int, int, Call]
 _numbers: Final = count()

@@ -133,7 +133,7 @@ WITH_ADAPTERS: Final = (
 
 
 class ManifestCheck:
-    """Checks manifests. If the same list object comes again, it is not checked again."""
+    """Checks manifests. The latest list object that fit is not checked again."""
 
     def __init__(self) -> None:
         self._fitting: tuple[Sequence[TensorSpec], bool] | None = None

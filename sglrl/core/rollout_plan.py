@@ -25,8 +25,8 @@ A stale sample has not failed. It runs again at once, before all others, so that
 largest possible number of versions to finish. Long samples are stale more often than short ones, so
 dropping them would bias the training. After ``MOST_STALE`` stale runs of a sample, its group is
 POSTPONED until no other item is left. The trainer then has nothing else to train on, and should
-make no new weights before the group ends. If the sample still is stale ``MOST_STALE`` times more,
-the trainer makes new weights without groups, so the sample is lost.
+make no new weights before the group ends. If the sample is stale ``MOST_STALE`` more times, the
+trainer makes new weights without groups, so the sample is lost.
 
 Pure: no clock, no I/O. Results are opaque. ``policy_versions`` describes versions.
 """
@@ -363,7 +363,7 @@ class Plan:
         return self.clock.age(dict(key)), -next(iter(self.by_age[key])).order
 
     def _stale(self, sample: Sample) -> None:
-        """Run a stale sample of a live group again. If this is too often, postpone or lose it."""
+        """Run a stale sample of a live group again, postpone its group, or lose the sample."""
         group, was_done = sample.group, sample.state is DONE
         sample.stale += 1
         sample.result = None

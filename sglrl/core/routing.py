@@ -83,7 +83,7 @@ class Router:
         return member
 
     def given(self, call: Call, member: Member) -> None:
-        """Record that the member gets the call. Later calls that continue this call prefer it."""
+        """Record that the member gets the call. Calls that continue the call prefer this member."""
         route = call.route
         if route is None or self.loads.members <= 1:
             return
