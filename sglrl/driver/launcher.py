@@ -67,7 +67,7 @@ class Launcher(Protocol):
 
     @property
     def lost(self) -> str:
-        """The reason why processes end that did not fail themselves. Empty if none of them end."""
+        """The reason why the launcher has lost processes or will lose them. Empty without one."""
         ...
 
     @property

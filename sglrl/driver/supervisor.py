@@ -47,8 +47,8 @@ _RETURN_SECONDS: Final = 30.0
 connected, the wait starts anew."""
 
 SYNC_TIMEOUT = 120.0
-"""Maximum seconds in which a new worker receives the weights from other workers. The time before
-the transfer begins does not count."""
+"""Maximum seconds in which a new worker receives the weights from other workers. The time in which
+the new worker waits for its turn does not count."""
 
 
 class Supervisor(DriverListener):

@@ -103,9 +103,9 @@ class Pump:
 def close_with(pump: Pump, *owned: Socket | Context) -> None:
     """Close sockets and contexts in this order when an unclosed pump is garbage-collected.
 
-    In another order, the termination of a context would block for ever, because it waits until its
-    sockets are closed. At interpreter exit nothing is closed, because an event loop in another
-    thread may still use the sockets.
+    Without this function, the garbage collector may terminate a context before its sockets are
+    closed, and then block for ever. At interpreter exit nothing is closed, because an event loop in
+    another thread may still use the sockets.
     """
     finalize(pump, _close_in_order, owned, os.getpid()).atexit = False
 
