@@ -48,8 +48,8 @@ class Actor:
     """Base class of all classes that run in a worker.
 
     ``__init__`` runs in the worker, with arguments that match its annotations. Override ``open`` to
-    await something before the first call, and ``close`` to release resources. Both run in the same
-    task. ``close`` runs when the worker is asked to shut down, but not when the worker is killed.
+    await something before the first call, and ``close`` to release resources. ``open`` and
+    ``close`` run in the same task. ``close`` does not run when the worker is killed.
     (If an endpoint has the name ``open``, it is an ordinary endpoint, and does not run at start.)
     """
 
@@ -69,7 +69,7 @@ def endpoint(*, idempotent: bool = False, timeout: float | None = None) -> Calla
 def endpoint(
     function: Any = None, /, *, idempotent: bool = False, timeout: float | None = None
 ) -> Any:
-    """Declare a method callable from other processes.
+    """Declare that other processes may call a method.
 
     The method must not have a parameter ``timeout``, because callers set the timeout of a call with
     this keyword.
@@ -137,8 +137,8 @@ _endpoints: WeakKeyDictionary[type[Any], dict[str, EndpointSpec]] = WeakKeyDicti
 def endpoints_of(cls: type[Any]) -> dict[str, EndpointSpec]:
     """Return the declared endpoints of a class by name.
 
-    A method that overrides an endpoint must be declared again. The class is an actor, or a protocol
-    that lists endpoints.
+    The class is an actor, or a protocol that lists endpoints. A method that overrides an endpoint
+    is an endpoint only if it is also declared with ``endpoint``.
     """
     cached = _endpoints.get(cls)
     if cached is not None:

@@ -19,12 +19,13 @@ from .replies import StreamReply, UnaryReply
 
 
 class Target:
-    """The process that a handle calls. It is never the replacement of this process.
+    """The process that a handle calls. The handle never calls a replacement of this process.
 
     Attributes:
         worker: index of the worker.
-        member: the process. None: the first call sets it to the worker's current process. The first
-            call itself is not bound to the process, because it depends on no earlier call.
+        member: the process. None: the first call sets ``member`` to the worker's current process.
+            The first call itself is not bound to the process, because it depends on no earlier
+            call.
         calls: the running calls.
         ended: the reason why the handle accepts no more calls, or "".
     """
@@ -159,8 +160,8 @@ class UnaryCaller(_Caller):
 class StreamCaller(_Caller):
     """``async for item in handle.stream.method(...)``.
 
-    If the loop ends early, the actor stops when the iterator is garbage-collected. Wrap the
-    iterator in ``contextlib.aclosing`` to stop the actor at once.
+    If the loop ends early, the call is cancelled when the iterator is garbage-collected. Wrap the
+    iterator in ``contextlib.aclosing`` to cancel the call at once.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, None]:
@@ -257,7 +258,7 @@ class BroadcastNamespace(_Namespace):
 
 
 class WorkerHandle(_Namespace):
-    """The endpoints of one process as attributes. A lease and ``handle[i]`` are such handles.
+    """The endpoints of one process as attributes. ``handle[i]`` and leases return such a handle.
 
     When the process dies, the state of its object is gone. Running and later calls then raise
     ``WorkerLost``, even if the endpoint is idempotent. No call runs in the replacement.

@@ -16,8 +16,8 @@ from .handles import Target, WorkerHandle
 class Leases:
     """The leases of one pool, and the tasks that wait for a lease, in the order of their requests.
 
-    Invariant: no task waits while a worker that accepts calls has fewer leases than the task's
-    ``share``, unless an earlier task waits, too.
+    Invariant: if tasks wait, every worker that accepts calls has at least as many leases as the
+    ``share`` of the first waiting task.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -28,7 +28,7 @@ class Leases:
         self._watching = False
 
     async def acquire(self, share: int, timeout: float | None) -> Member:
-        """Wait for a process with fewer than ``share`` leases, count one more, and return it.
+        """Wait for a process with fewer than ``share`` leases, lease it, and return it.
 
         ``ActorHandle.lease`` lists the errors.
         """

@@ -15,7 +15,7 @@ from ..wire.codec import Buffer, Result
 MAX_UNREAD_ITEMS = 1 << 16
 MAX_UNREAD_BYTES = 256 << 20
 """Maximum encoded bytes of a stream's unread items. A stream that exceeds this limit or
-``MAX_UNREAD_ITEMS`` ends with ``Overloaded``. Otherwise it could fill the driver's memory."""
+``MAX_UNREAD_ITEMS`` ends with ``Overloaded``, before its items fill the driver's memory."""
 
 _error_body = Result(ErrorBody)
 _cancelled = "the worker gave the call up; it was cancelled there"
@@ -51,7 +51,7 @@ class StreamReply:
     """The reply of a stream, which queues the items for the single coroutine that reads them.
 
     Attributes:
-        give_up: is called once to stop the actor, if too many items are unread or an item is
+        give_up: is called once to cancel the call, if too many items are unread or an item is
             malformed.
     """
 

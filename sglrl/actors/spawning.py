@@ -130,15 +130,16 @@ class ActorHandle:
     def lease(self, *, share: int = 1, timeout: float | None = 600.0) -> Lease:
         """Reserve one worker for an episode: ``async with handle.lease() as worker``.
 
-        Endpoints are called as on ``handle[i]``. All calls go to the same process, which no other
-        lease has in this time. When this process dies, the state of the episode is gone. Running
+        Endpoints are called as on ``handle[i]``. All calls go to the same process. With ``share=1``
+        no other lease has this process in the meantime. When the process dies, the state of the
+        episode is gone. Running
         and later calls then raise ``WorkerLost``, even if the endpoint is idempotent. Begin the
         episode again with another lease. If the connection to the worker breaks and the worker
         returns, its object is still there, and the lease continues. But calls that were running may
         raise ``WorkerLost``.
 
         The end of the block releases the worker, even after an error or a cancellation. It cancels
-        running calls and streams of the lease, and later ones raise ``Closed``. The object keeps
+        running calls and streams of the lease. Later calls raise ``Closed``. The object keeps
         its state, so begin each episode with a reset. Calls without a lease may go to leased
         workers.
 
@@ -237,8 +238,8 @@ def spawn(
             threads are logged. An endpoint may await for any time, but must run long computations
             in a thread. None: no limit.
         restarts: maximum number of replacements of one worker within ``restart_period`` seconds. A
-            replacement is created with the same arguments. After that, the pool continues without
-            the worker. 0: lost workers are never replaced.
+            replacement is created with the same arguments. After one more loss, the pool continues
+            without the worker. 0: lost workers are never replaced.
         restart_period: the length of the period for ``restarts`` in seconds.
         log_dir: folder that keeps the output of every worker, one file for each process. None: only
             the output of a worker that fails is kept, in ``logs`` in ``$SGLRL_CACHE``. Errors and
