@@ -1,7 +1,7 @@
 """All messages between processes, as msgspec structs and as bytes.
 
-Each module contains the messages between certain processes, with a union of structs for each
-direction, or arguments and results in these messages:
+A module contains either the messages between certain processes, with a union of structs for each
+direction, or the arguments and results in such messages:
 
 * ``calls``: messages between the driver and a worker;
 * ``engine``: arguments and results of the endpoints of an engine worker;

@@ -32,9 +32,10 @@ class LoraInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LoraPart(msgspec.Struct, array_like=True, frozen=True):
-    """Arguments of ``lora_part``: some tensors of the adapter of upload ``serial``.
+    """Arguments of ``lora_part``: some tensors of an adapter.
 
-    tensors: the names, dtypes and shapes of the tensors, with the names in PEFT's file.
+    serial: the serial number of the upload.
+    tensors: the names in PEFT's file, the dtypes and the shapes of the tensors.
     data: the bytes of the contiguous tensors, one after the other. They are sent as a raw frame, so
         the field is empty in the message.
     """
@@ -47,7 +48,7 @@ class LoraPart(msgspec.Struct, array_like=True, frozen=True):
 class LoraPrepare(msgspec.Struct, array_like=True, frozen=True):
     """Arguments of ``lora_prepare``: check the tensors of a complete upload, prepare the adapter.
 
-    serial: the number of the upload.
+    serial: the serial number of the upload.
     rank: the rank of the adapter.
     scaling: the factor of the adapter's change to a module.
     """
@@ -73,7 +74,7 @@ class LoraCommit(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LoraKeep(msgspec.Struct, array_like=True, frozen=True):
-    """Arguments of ``lora_keep``: drop all adapters and uploads except the uploads ``serials``.
+    """Arguments of ``lora_keep``: drop all uploads and their adapters, except uploads ``serials``.
 
     Requests that use a dropped adapter end with ``UnknownAdapter``.
     """

@@ -66,7 +66,7 @@ class Item(msgspec.Struct, array_like=True, gc=False, frozen=True):
     """A part of the answer to one call, or its end.
 
     kind: one of ``ItemKind``.
-    body: msgpack of the endpoint's result type, or of ``ErrorBody`` if the kind is ERROR.
+    body: msgpack of the endpoint's result type, or of ``ErrorBody`` for ERROR and FAILED.
     frames: number of raw frames of the message that belong to this item.
     """
 
@@ -160,7 +160,7 @@ class Heartbeat(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=50):
     """A message that a thread of every worker sends regularly, on a separate socket.
 
     progress: a counter that the worker's loop increases.
-    phase: the reason why the counter may not increase, as named in ``core.hangs``, or "".
+    phase: the reason why the counter may stay the same, as named in ``core.hangs``, or "".
     """
 
     progress: int

@@ -101,7 +101,7 @@ decode_from_rank: Final[Callable[[Buffer], FromRank]] = _decoder(FromRank, "from
 # These decode the messages between the driver and a client in another process.
 decode_to_client: Final[Callable[[Buffer], ToClient]] = _decoder(ToClient, "for a client")
 decode_from_client: Final[Callable[[Buffer], FromClient]] = _decoder(FromClient, "from a client")
-# These decode the messages of a node's connection, and then those of its session.
+# The first function decodes the messages of a node's connection, the other two of its session.
 decode_of_connection: Final[Callable[[Buffer], OfConnection]] = _decoder(
     OfConnection, "between a driver and a node"
 )

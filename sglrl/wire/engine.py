@@ -28,11 +28,12 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         accelerations: names of sglrl's accelerations of SGLang that are on.
         tokenizer: folder or name of the tokenizer. "": the tokenizer of the model.
-        max_lora_rank: maximum rank of an adapter. 0: the engine takes no adapters.
+        max_lora_rank: maximum rank of a LoRA adapter. 0: the engine takes no LoRA adapters.
         lora_target_modules: the last parts of the names of the modules that adapters may change.
         max_loaded_loras: maximum number of loaded adapters. 0: no limit.
         sleep_tags: the resources that the engine can release while it sleeps, from ``SLEEP_TAGS``.
-        hidden_size: the size of the hidden states that requests may ask for. 0: they may not.
+        hidden_size: the size of the hidden states that requests may ask for. 0: requests may not
+            ask for hidden states.
         routed_experts: the shape and dtype of a token's row of routed experts. None: the engine
             does not return them.
         logit_processors: the names of the declared logit processors ("module:Class").
@@ -71,8 +72,8 @@ class GenerateArgs(msgspec.Struct, array_like=True, gc=False, frozen=True):
         in every limit, and are not sent back.
     lora: the name of an adapter, or "" for the model itself.
     routed_from: the first position of prompt and output whose routed experts are requested.
-    resume_rows: number of rows of routed experts from this position on that another worker has
-        already sent.
+    resume_rows: number of rows of routed experts that another worker has already sent. The first of
+        them is the row of ``routed_from``.
     """
 
     input_ids: bytes
@@ -99,12 +100,13 @@ class TokenChunk(msgspec.Struct, array_like=True, gc=False, frozen=True):
     stop_match: the stop string or stop token that ended the call.
     parts: int32 [p, 2], pairs of a number of logprobs and the version of the weights that computed
         them. Empty if ``version`` computed all of them. Only answers to ``ScoreArgs`` have parts.
-        They have logprobs, but no ids.
+        These answers have logprobs, but no ids.
     mask_ids: int32 [m], the token ids that could be drawn at each position, one position after the
         other, or empty.
     mask_lengths: int32 [t], the number of ids in ``mask_ids`` for each position, or empty.
-    lora_version: the version of the adapter that sampled all of these tokens.
-    lora_parts: like ``parts``, with versions of the adapter. Empty if one version computed all.
+    lora_version: the version of the LoRA adapter that sampled all of these tokens.
+    lora_parts: like ``parts``, with versions of the LoRA adapter. Empty if ``lora_version``
+        computed all logprobs.
     hidden_states: float32 [t, hidden size], or empty.
     given_logprobs: float32 [t, k], the logprobs of the k token ids of ``token_ids_logprob``.
     routed: number of rows of routed experts (``EngineInfo.routed_experts``) in the raw frames of
@@ -202,9 +204,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         generated_tokens: total number of generated tokens.
         uptime: seconds since the engine was ready.
         tokens_per_second: generated tokens per second in the latest ``RATE_SECONDS`` (10) seconds,
-            or since the engine was ready, if that is less. An engine that was stopped in this time
-            has a lower rate. Tokens count when the engine reports them. A request without a stream
-            reports several at once.
+            or since the engine was ready, if that is a shorter time. The time counts even while the
+            engine was stopped. Tokens count when the engine reports them. A request without a
+            stream reports several at once.
         draining: whether new requests wait, because an update, a pause or a sleep waits until the
             running requests have ended.
         asleep: the resources that the engine has released (``Client.sleep``).

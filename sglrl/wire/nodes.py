@@ -1,8 +1,8 @@
 """The messages between the driver and the daemons of other machines ("nodes").
 
 A node and a driver have a session, which survives broken connections. The messages of a session
-have numbers (``core.node_session``). Each of them is sent as two frames: ``Numbered`` and the
-message. All other messages belong to one connection.
+have serial numbers (``core.node_session``). Each of these messages is sent as two frames:
+``Numbered`` and the message. All other messages belong to one connection.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ class NodeHello(msgspec.Struct, array_like=True, frozen=True, tag=80):
 
 
 class Admit(msgspec.Struct, array_like=True, frozen=True, tag=81):
-    """The session of ``NodeHello`` continues. If ``session`` differs from it, a new session begins.
+    """The driver admits a node.
 
+    session: the id of the session. If it is the id in ``NodeHello``, the session continues. If not,
+        a new session begins.
     received: the number of the last message that the driver has received in the session.
     environment: the versions of the driver's Python and packages, if ``NodeHello`` is a question.
     """

@@ -24,9 +24,9 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 class ActorSpec(msgspec.Struct, frozen=True, kw_only=True, tag="actor"):
     """The class and the constructor arguments of a plain actor.
 
-    target: the name of the class, as "module:qualname".
-    code: the pickled class, if it cannot be imported by name because it is defined in ``__main__``
-        or in a function. Otherwise empty.
+    target: the name by which the worker imports the class, as "module:qualname", or "".
+    code: the pickled class if ``target`` is "", because the worker cannot import the class. If not,
+        it is empty.
     args, frames: the constructor arguments in msgpack, and their raw frames.
     window: the maximum number of calls at the same time.
     """
@@ -46,7 +46,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True, tag="engine"):
     memory_share: the share of the host's memory that the rank may use on a CPU, from 0 to 1.
     accelerations: the names of the requested accelerations of SGLang. None requests all.
     allow_unknown_sglang: whether to start even if the source of SGLang is unknown.
-    keep_weights: whether to give the rank memory that outlives it.
+    keep_weights: whether to give the rank memory that outlives the rank's process.
     kept_weights: the path of this memory, which the fork server sets.
     logit_processors: the names of the logit processors to import, as "module:Class".
     """
@@ -84,7 +84,7 @@ class ClientKeys(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PoolEntry(msgspec.Struct, frozen=True, kw_only=True):
-    """The connection of a process to a pool. The fields are arguments of ``sglrl.connect``."""
+    """The arguments of ``sglrl.connect`` with which another process connects to a pool."""
 
     address: str
     keys: ClientKeys | None
@@ -107,7 +107,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_interval: the seconds between heartbeats. None if the worker sends no heartbeats.
     keys: the keys of the worker. None if connections are not encrypted.
     heartbeat_timeout: the option of ``PoolConfig``.
-    returns: whether the worker connects again when its connection breaks. Otherwise it exits.
+    returns: whether the worker connects again when its connection breaks. If not, the worker exits.
     """
 
     index: int
@@ -124,7 +124,7 @@ class WorkerSpec(msgspec.Struct, frozen=True, kw_only=True):
 class Fork(msgspec.Struct, frozen=True, kw_only=True, tag="fork"):
     """Start one worker process.
 
-    key: the number of the worker in answers.
+    key: identifies the worker's process in answers and later messages.
     log: the path of the file for the worker's output.
     sys_path: the driver's ``sys.path``. None keeps the path of the worker's interpreter.
     """

@@ -116,7 +116,7 @@ class Welcome(msgspec.Struct, array_like=True, frozen=True, tag=63):
 
 
 class Answer(Item, array_like=True, gc=False, frozen=True):
-    """An item of one of the client's calls. The last item of a call has the fields below.
+    """An item of one of the client's calls. Only the last item of a call sets these fields.
 
     worker: the index of the last worker of the call, or -1 if it was sent to none.
     attempts: number of times that the call was sent to a worker.

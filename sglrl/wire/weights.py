@@ -25,7 +25,8 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
     uuid: the UUID of the GPU, or "" on a CPU.
     torch, nccl: the versions of torch and NCCL.
     environment: NCCL's environment variables.
-    host, port: the address of the store of the sender's group. Workers have no store, and port 0.
+    host, port: the address of the store of the sender's group. In workers, which have no store,
+        ``port`` is 0.
     """
 
     device: str
@@ -77,8 +78,8 @@ class Prepare(msgspec.Struct, array_like=True, frozen=True, tag=22):
 
     mode: "auto", "full" or "bucketed".
     source: a folder of safetensors files to read instead of receiving from the group, or "".
-    like: 0 if ``tensors`` is the manifest. Otherwise the id of this rank's last ``Prepare``, whose
-        manifest is used again. ``tensors`` is then empty.
+    like: 0: ``tensors`` is the manifest. Any other value is the id of this rank's last ``Prepare``:
+        ``tensors`` is empty, and the manifest of that ``Prepare`` is used again.
     check_finite: whether to refuse files that contain NaN or infinite values.
     """
 
@@ -144,7 +145,7 @@ class SenderAccepted(msgspec.Struct, array_like=True, frozen=True, tag=28):
 
 
 class PeerCopyOffer(msgspec.Struct, array_like=True, frozen=True):
-    """The address of the sending rank's store, and a digest of its names, dtypes and shapes."""
+    """The address of the sending rank's store, and a digest of its tensors' specs."""
 
     host: str
     port: int
@@ -172,7 +173,7 @@ class CancelCopy(msgspec.Struct, array_like=True, frozen=True, tag=31):
 
 
 class Rejoin(msgspec.Struct, array_like=True, frozen=True, tag=32):
-    """Give up all requests up to this ``id`` and send ``RankHello``, as the connection broke."""
+    """The connection broke: give up all requests up to this ``id``, and send ``RankHello``."""
 
     id: int
 
@@ -232,7 +233,7 @@ class RankHello(msgspec.Struct, array_like=True, frozen=True, tag=40):
     The driver answers a sender with ``SenderAccepted``. A sender sends this message again later to
     find out whether the driver still runs.
 
-    connection: number of connections that the rank had before.
+    connection: number of connections that the rank had before this one.
     dirty: whether the rank gave up an update after some of its live weights had changed.
     """
 
@@ -274,7 +275,7 @@ class Propose(msgspec.Struct, array_like=True, frozen=True, tag=42):
 
 
 class Withdraw(msgspec.Struct, array_like=True, frozen=True, tag=43):
-    """The sender cancels its update ``id``. The driver still answers it with ``Proposed``."""
+    """The sender cancels its update ``id``. ``Proposed`` still follows as the answer to it."""
 
     id: int
 
