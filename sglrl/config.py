@@ -21,8 +21,8 @@ ROUTING_STRATEGIES = ("prefix-aware", "requests", "kv-cache", "round-robin")
 
 
 MIN_UNREAD_BYTES: Final = 4 << 20
-"""Minimum of ``max_unread_bytes``. A remote client sends a report each time it has read a fourth of
-this number of bytes. The driver therefore always knows that a client reads its answers."""
+"""Minimum of ``max_unread_bytes``. A remote client reports its progress each time it has read a
+fourth of this number of bytes. Bytes that it has read but not reported never reach the limit."""
 DROPPED_AT: Final = 4
 """A client is dropped at this multiple of ``FabricConfig.max_unread_bytes``."""
 
@@ -44,9 +44,9 @@ class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
             that are rows or scores, the unread bytes may reach twice this size. With generations,
             they may reach more. At ``DROPPED_AT`` times the larger of this size and
             ``max_message_bytes``, the client is dropped and its calls end.
-        max_attempts: maximum number of workers that may be lost one after another while they hold
-            the same idempotent call, with no chunk received between the losses. Then the call
-            fails, because it may be the cause. Unrelated losses must not reach this number.
+        max_attempts: when this many workers were lost one after another while they held the same
+            idempotent call, with no chunk received between the losses, the call fails, because it
+            may be the cause. Choose a number that unrelated losses do not reach.
         overload: a worker counts as overloaded for prefix affinity when it holds more than
             ``overload`` times the mean load plus ``overload_slack`` calls.
         overload_slack: see ``overload``.
@@ -122,8 +122,8 @@ HEARTBEAT_TIMEOUT: Final = 30.0
 _LONGEST_HEARTBEAT: Final = 1e6
 """Maximum ``heartbeat_timeout`` in seconds. ZeroMQ counts milliseconds in 32 bits."""
 MIN_MESSAGE_BYTES: Final = 16 << 10
-"""Minimum of ``max_message_bytes``. A fourth of a message is reserved for its other parts beside
-the call."""
+"""Minimum of ``max_message_bytes``. A fourth of this number is reserved in every message for the
+parts that are not the call."""
 
 
 class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,7 +146,8 @@ class PoolConfig(msgspec.Struct, frozen=True, kw_only=True):
             None: no heartbeats.
         log_dir: folder that keeps the logs of all workers. None: only failed workers' logs stay.
         keep_weights: which hosts keep the current weights in memory for replacements. "auto": one
-            host, while only one worker has them. "host": each host with workers. None: no host.
+            host, while only one worker has these weights. "host": each host with workers. None: no
+            host.
     """
 
     address: str = "ipc"
@@ -264,7 +265,7 @@ def torchrl_environment() -> dict[str, str]:
 
 
 def cache_dir() -> Path:
-    """Return the folder for models that sglrl creates: ``$SGLRL_CACHE``, else the user's cache."""
+    """Return the folder for sglrl's models and logs: ``$SGLRL_CACHE``, else in the user's cache."""
     explicit = os.environ.get("SGLRL_CACHE")
     if explicit:
         return Path(explicit)
@@ -423,7 +424,7 @@ def install(extra: str) -> str:
 
 
 class GatewayOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """The gateway's treatment of parts of requests that the model cannot be shown.
+    """How the gateway treats parts of requests that it cannot show to the model.
 
     Attributes:
         unsupported_tools: treatment of tools that a provider's servers define or run (web search,

@@ -90,7 +90,7 @@ class SglrlError(Exception):
 
 
 class UsageError(SglrlError, ValueError):
-    """The call is wrong as written. Nothing was sent and no worker was affected."""
+    """The call is wrong as written. Usually nothing was sent, and no worker was affected."""
 
 
 class InvalidRequest(UsageError):
@@ -133,7 +133,7 @@ class InvalidWeights(UsageError):
 class InvalidAdapter(InvalidWeights):
     """A LoRA adapter cannot be loaded: its configuration or a tensor does not fit the engine.
 
-    No worker has the new adapter. If it was to replace an adapter, every worker keeps the old one.
+    No worker has the new adapter. If there is an old adapter of this name, every worker keeps it.
     """
 
 

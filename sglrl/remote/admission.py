@@ -73,7 +73,11 @@ class Admission:
         """The results of ``_check_sampling``, by the bytes that a client sent."""
 
     def begin(self, peer: Peer, requests: Sequence[Request]) -> bool:
-        """Start the requests of a client. Return False if the id of one is still in use."""
+        """Start the requests of a client, except requests whose id is still in use.
+
+        Returns:
+            False if the id of a request is still in use.
+        """
         taken = True
         for request in requests:
             id_ = request[0]

@@ -26,7 +26,7 @@ from .pool import CONNECT_SECONDS, RemotePool
 
 
 class RemoteAdapters:
-    """The adapters of the other process's pool. That process checks their names in calls."""
+    """The LoRA adapters of the other process's pool. That process checks their names in calls."""
 
     def __init__(self, pool: RemotePool) -> None:
         self._pool = pool
@@ -154,8 +154,9 @@ def connect(
     """Return a client for another process's pool: ``async with sglrl.connect(address) as client``.
 
     The client has the methods of the ``Client`` in that process, except that it cannot replace
-    adapters. The pool routes its calls together with all other calls. In ``update_weights`` this
-    process sends the weights, and all updates use the ``device`` and ``host`` of the first update.
+    LoRA adapters. The pool routes this client's calls together with all other calls. In
+    ``update_weights`` this process sends the weights. All updates use the ``device`` and ``host``
+    of the first update.
     Exiting the block does not change the pool.
 
     Args:

@@ -203,7 +203,7 @@ class Relay:
     def send(self, peer: Peer, body: bytes, frames: Sequence[Buffer] = ()) -> None:
         """Send one message.
 
-        The client is lost if it is unreachable or has left too many bytes unread.
+        Drop the client if it is unreachable or has left too many bytes unread.
         """
         if not self._driver.send_to_peer(peer.identity, body, *frames):
             self._on_lost(peer)

@@ -199,9 +199,8 @@ class RemotePool:
     def _make_sure(self) -> None:
         """Send an empty message if calls are pending, to find out if the pool dropped this client.
 
-        The pool drops a client that does not read its messages. It cannot notify the client then,
-        because the connection is full. To later messages of a dropped client, the pool answers
-        ``Rejected``.
+        The pool drops a client that does not read its messages. The pool cannot notify this client,
+        because the connection is full. It answers later messages of the client with ``Rejected``.
         """
         if self.driver.fabric.calls:
             self.driver.send_to_peer(b"", encode(Requests([])))

@@ -114,7 +114,7 @@ class PoolServer(DriverListener):
         if self._peers:
             answers = Answers([], [], self._news())
             for peer in list(self._peers.values()):
-                # First send the queued answers, which are older than the change.
+                # First send the queued answers, which are older than this status.
                 self._relay.flush(peer)
                 self._tell(peer, answers)
 
@@ -225,7 +225,7 @@ class PoolServer(DriverListener):
             )
             return False
         if len(self._peers) >= _MAX_PEERS:
-            # Send a message to all clients, because a client that is unreachable is then removed.
+            # Send a message to all clients, because this removes clients that are unreachable.
             self._tell_all()
         if len(self._peers) >= _MAX_PEERS:
             self._dismiss(identity, f"the pool has {_MAX_PEERS} clients in other processes")
