@@ -1,9 +1,9 @@
 """LoRA adapters as PEFT saves them: the names and the shapes of their tensors.
 
 A tensor's name is ``base_model.model.<module>.lora_A.weight`` or ``...lora_B.weight``, where
-``<module>`` is the name of a linear layer of the model in transformers. With x the input of the
-layer, [in], the adapter adds ``scaling * B @ A @ x`` to its output, [out]. A is [rank, in], and B
-is [out, rank].
+``<module>`` is the name of a linear layer of the model in transformers. For the input x of the
+layer, [in], the adapter adds ``scaling * B @ A @ x`` to the layer's output, [out]. A is [rank, in],
+and B is [out, rank].
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def leaf_of(name: str) -> str:
 
 
 def parent_of(name: str) -> str:
-    """Return the engine's name of the module that a tensor belongs to."""
+    """Return the name of the engine's module that contains a tensor's module."""
     path, dot, leaf = _parse(name)[0].rpartition(".")
     return path + dot + _PARENTS.get(leaf, leaf)
 

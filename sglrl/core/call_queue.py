@@ -181,7 +181,7 @@ class CallQueue:
     def assign(self, member: Member | None) -> Iterator[tuple[Call, Member]]:
         """Take calls from the queue for members with room, until no call or no room is left.
 
-        After each call, the caller must reserve the call's place at its member before it continues.
+        The caller must reserve a place at the member of each call before it takes the next call.
 
         Args:
             member: the member that gained room, if any. Calls that are pinned to it are taken

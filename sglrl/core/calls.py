@@ -15,7 +15,7 @@ Invariants:
 
 * A call ends exactly once, and its caller is notified exactly once.
 * A cancelled call keeps its place in the worker's window until the worker confirms, because the
-  worker may still compute it. The caller of a CANCELLING call no longer waits for it.
+  worker may still compute the call. The caller of a CANCELLING call no longer waits for an answer.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _SPARE: Final = 64
 
 
 class Call:
-    """One call and its state. The shell creates the call and gives it to the fabric to submit it.
+    """One call and its state. The shell creates the call and submits it to the fabric.
 
     Attributes:
         args: a frozen struct of the endpoint's arguments, which is encoded when the call is sent,

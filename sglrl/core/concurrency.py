@@ -8,8 +8,8 @@ An engine is full before it preempts: requests wait in the engine, its KV cache 
 its steps are slow. When the engines are full, the limit stops rising. More concurrent agents would
 only make each agent slower, its tokens older, and its group later.
 
-Agents load the engines some time after they start, so the limit may rise too far. It then falls by
-the number of requests that waited during a whole interval, less a margin.
+An agent loads the engines only some time after its start, so the limit may rise too far. The limit
+then falls by the number of requests that waited during a whole interval, less a margin.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Concurrency:
                 full.
         """
         preempted = sum(load.preempted for load in loads)
-        # Preemptions before the first call belong to an earlier run.
+        # Preemptions before the first call of this method belong to an earlier run.
         before, self._preempted = self._preempted, preempted
         pressed = before is not None and preempted > before
         if pressed:

@@ -1,8 +1,8 @@
 """Decide which workers hang: they hold calls and make no progress.
 
 A heartbeat reports the progress of a worker's loop, and its phase, which explains why the loop may
-make no progress. A worker can hang in two ways. Each has a clock, which runs only while the worker
-holds calls:
+make no progress. A worker can hang in two ways. For each way there is a clock, which runs only
+while the worker holds calls:
 
 * No heartbeat arrives: the process is stopped, or computes without letting another thread run.
 * Heartbeats arrive and report the same progress. In phase ``WEIGHTS`` this is allowed because the

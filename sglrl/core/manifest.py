@@ -58,7 +58,7 @@ def merged(descriptions: Sequence[ModelDescription]) -> ModelDescription:
     """Merge the descriptions of the ranks of one engine.
 
     Each rank describes the tensors that it loads and the tensors that it ignores, for example the
-    experts of other ranks.
+    experts of other ranks. The engine ignores only tensors that no rank loads.
     """
     taken = {spec.name: spec for one in descriptions for spec in one.tensors}
     ignored = {name for one in descriptions for name in one.ignored} - taken.keys()
@@ -235,8 +235,8 @@ def in_pieces(layout: Layout, indices: Sequence[int]) -> bool:
 def default_bucket_bytes(total: int) -> int:
     """Return the bucket size for ``total`` bytes. Larger models have larger buckets.
 
-    Each bucket of a broadcast costs about 30 us in addition to its bytes. On the other hand, the
-    first bucket must be packed before anything can be sent.
+    Each bucket of a broadcast costs about 30 us in addition to the time for its bytes. On the other
+    hand, the first bucket must be packed before anything can be sent.
     """
     return min(max(256 << 20, total // 16), 1 << 30)
 

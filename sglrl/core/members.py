@@ -15,9 +15,9 @@
 
 A replacement is a new member with the same index. A worker that returns is the same member.
 
-A member's ``load`` is the number of calls that it holds. A place is reserved when a call is sent.
-The place is released when the call ends on the worker or when the worker is lost, so no reservation
-can leak.
+A member's ``load`` is the number of calls that it holds. Sending a call reserves a place in the
+window. The place is released when the call ends on the worker or when the worker is lost, so no
+reservation can leak.
 """
 
 from __future__ import annotations

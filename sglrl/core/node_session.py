@@ -93,7 +93,7 @@ class Session:
         self.connected = False
 
     def receive(self, message: Numbered | Acknowledge) -> bool:
-        """Record the first frame of a message. Return True if the next frame is its content.
+        """Record the first frame of a message. Return True if a frame with the content follows.
 
         Raises:
             MessageMissing: this is not the next message.

@@ -1,8 +1,9 @@
 """Find waiting requests of one engine that should wait for another request's prefill.
 
-An engine computes a shared prompt prefix once, and then finds it in its prefix cache. Requests that
-it prefills in the same step do not find the prefix yet, so n samples of one prompt compute it n
-times. If one of them is prefilled first, the others compute little more than their last token.
+An engine finds a shared prompt prefix in its prefix cache only after it has computed the prefix.
+Requests that are prefilled in the same step do not find the prefix yet, so n samples of one prompt
+compute the prefix n times. If one of these samples is prefilled first, the other samples compute
+little more than their last token.
 """
 
 from __future__ import annotations

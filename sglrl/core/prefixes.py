@@ -46,7 +46,7 @@ class Route:
         tokens: the prompt as int32 bytes.
         version: policy version. Versions never share KV, so they never share prefixes.
         session: name of the session of which the call is a turn.
-        sticky: whether the route is a conversation.
+        sticky: whether the route belongs to a conversation.
         number: serial number of the conversation; -1 if it has none. Only a client of a remote pool
             numbers its conversations.
         member: the worker of the previous call. It gets the next call of a conversation.
@@ -92,7 +92,7 @@ class Route:
         self._hashed = 0
 
     def extend(self, tokens: bytes, version: int) -> None:
-        """Set the prompt of the conversation's next call, which extends the previous call."""
+        """Set the prompt of the conversation's next call. It extends the previous prompt."""
         self.tokens = tokens
         self.sticky = True
         if version != self.version:
@@ -126,8 +126,8 @@ class Route:
     def record(self, index: PrefixIndex[H], member: H, block: int) -> None:
         """Record that the member gets the call.
 
-        If a conversation stays with its member, only its longest prefix is recorded. Another
-        conversation that continues from this point has the same prefix.
+        If a conversation stays with its member, only the longest prefix of the prompt is recorded.
+        Another conversation that continues from the end of this prompt has this prefix, too.
         """
         n = self.recorded
         if self.sticky and n and member is self.member:

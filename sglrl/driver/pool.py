@@ -133,7 +133,7 @@ class Pool:
         ], fabric.queue.waiting
 
     def entry(self, token: str) -> PoolEntry:
-        """Return how other processes of this machine connect to the pool.
+        """Return the arguments with which other processes of this machine connect to the pool.
 
         Args:
             token: the secret of the address, which the pool's ``RemoteServer`` checks.

@@ -393,7 +393,7 @@ class Hosts:
         self._changed()
 
     def _end_earlier_session(self, hello: NodeHello) -> None:
-        """End the earlier session of a node that has begun a new one, or was started again."""
+        """End the earlier session of a node that has lost this session, or was started again."""
         similar = [link for link in self._links.values() if _is_similar(link.hello, hello)]
         for link in similar:
             if link.hello.process == hello.process:

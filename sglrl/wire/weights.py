@@ -48,7 +48,7 @@ class Join(msgspec.Struct, array_like=True, frozen=True, tag=21):
     """Form group ``group`` over the store at ``host:port``.
 
     A worker on the sender's GPU does not join the group (``rank`` is -1). It reads the sender's
-    memory, as number ``reader`` of ``readers``.
+    memory, as reader number ``reader`` of ``readers`` readers.
 
     On another host, only one rank (the relay) receives from the sender, and passes the tensors on
     to the other ranks in a group of the host. The relay is rank 0 of this local group. The other
