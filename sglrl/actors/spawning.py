@@ -132,11 +132,10 @@ class ActorHandle:
 
         Endpoints are called as on ``handle[i]``. All calls go to the same process. With ``share=1``
         no other lease has this process in the meantime. When the process dies, the state of the
-        episode is gone. Running
-        and later calls then raise ``WorkerLost``, even if the endpoint is idempotent. Begin the
-        episode again with another lease. If the connection to the worker breaks and the worker
-        returns, its object is still there, and the lease continues. But calls that were running may
-        raise ``WorkerLost``.
+        episode is gone. Running and later calls then raise ``WorkerLost``, even if the endpoint is
+        idempotent. Begin the episode again with another lease. If the connection to the worker
+        breaks and the worker returns, its object is still there, and the lease continues. But calls
+        that were running may raise ``WorkerLost``.
 
         The end of the block releases the worker, even after an error or a cancellation. It cancels
         running calls and streams of the lease. Later calls raise ``Closed``. The object keeps

@@ -29,7 +29,7 @@ def environment() -> Environment:
 
 
 def limits(other: Environment, *, gpus: bool) -> list[str]:
-    """Describe each version of another Python that differs here, and what therefore does not work.
+    """Describe each version that differs from this Python's, and what therefore does not work.
 
     The version of sglrl is not compared, because different versions cannot be used together at all.
 

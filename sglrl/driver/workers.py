@@ -35,8 +35,8 @@ _FIND_LOST_SECONDS: Final = 1.0
 fork server reports the exit with its reason before the search."""
 
 _PIECE: Final = 64
-"""With this many new calls per worker, the driver sends before the tick ends. If it sent only then,
-the driver and a fast worker would alternate, and each would be idle while the other works."""
+"""With this many new calls per worker, the driver sends before the tick ends. If it sent only at
+the end, the driver and a fast worker would alternate: each would be idle while the other works."""
 
 _RETURN_FROM: Final = (READY, SYNCING, STALE)
 """The states from which a worker may go away and return."""

@@ -32,8 +32,8 @@ from ..wire.calls import RowsOffer
 MIN_BYTES: Final = 64 << 10
 """Minimum bytes of a row. Copying smaller rows into a message is faster than sharing them."""
 MAX_BYTES: Final = 512 << 20
-"""Maximum bytes of all rows of a worker. More memory is allocated only when all rows that have
-memory are in use."""
+"""Maximum bytes of all rows of a worker. More memory is allocated only when too few of the rows
+that have memory are free."""
 TOGETHER: Final = 16
 """Number of rows per piece of memory. Memory is allocated in pieces."""
 _SEALS: Final = 0x1 | 0x2 | 0x4  # F_SEAL_SEAL, F_SEAL_SHRINK, F_SEAL_GROW
