@@ -1,7 +1,7 @@
-"""Read an argument of a tool call that the model has written as text without quotes.
+"""Read the arguments of tool calls in which texts have no quotes.
 
-Templates of this kind write texts unchanged, and all other values as JSON. So ``5`` may be a number
-or a text. The schema of the argument decides.
+Some chat templates write an argument that is a text without quotes, and any other value as JSON. So
+the argument ``5`` may be a number or a text. The schema of the argument decides.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def parameters_of(tool: Any) -> Any:
 
 
 def argument_schema(parameters: Any, name: str) -> Any:
-    """Return the schema of one argument, or True if it is not declared."""
+    """Return the schema of one argument: its own, or ``additionalProperties``, or True."""
     try:
         forms = Forms(parameters).alternatives(parameters, "")
         schemas = [
@@ -62,7 +62,8 @@ def read_argument(text: str, schema: Any, root: Any, python: bool = False) -> An
     The result is the first of these values that is valid: the decoded JSON if it is not a text, the
     text itself, the text without white space around it, and the decoded JSON if it is a text. For
     example, ``5`` is a text for ``anyOf: [string, null]``, and a number for ``anyOf: [string,
-    integer]``. If none is valid, the types in the schema decide.
+    integer]``. If none is valid, the types that the schema allows decide whether the result is the
+    text.
 
     Args:
         text: the text that the model has written.

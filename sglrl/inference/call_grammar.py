@@ -15,7 +15,7 @@ from .schema_forms import Form, Forms, is_closed, reject
 from .schema_values import valid
 
 _NAME: Final = "[A-Za-z_][A-Za-z0-9_]*"
-"""The form of the names of arguments that a schema allows without declaring them."""
+"""The pattern for the names of arguments that a schema allows but does not declare."""
 
 
 def arguments_format(
@@ -24,13 +24,14 @@ def arguments_format(
     """Return the format of the arguments of one tool.
 
     Args:
-        schema: the schema of all arguments, which are an object.
+        schema: the schema of the object that contains all arguments.
         style: how the model's template writes calls.
-        markers: texts that no argument may contain, because the call would be parsed wrong.
+        markers: texts that no argument may contain, because the call would be misread.
         tokens: the special tokens of the model.
 
     Raises:
-        InvalidRequest: the schema has a keyword that cannot be enforced, or does not allow objects.
+        InvalidRequest: the schema is wrong, has a keyword that cannot be enforced, or allows no
+            object.
     """
     if not style.tagged:
         return {"type": "grammar", "grammar": json_grammar(schema, markers=markers)}
@@ -51,7 +52,7 @@ class _Tagged:
     ) -> None:
         self._root = root
         self._tags = [literal(text, tokens) for text in (style.before, style.between, style.after)]
-        """The formats before an argument's name, before its value and after it."""
+        """The formats of ``style.before``, ``style.between`` and ``style.after``."""
         tags = re.findall(r"</[^<>\s]+>", style.call)
         self._excluded = list(dict.fromkeys([*tags, *markers]))
         heads = [(ord(text[0]), ord(text[0])) for text in self._excluded]
@@ -113,7 +114,7 @@ class _Tagged:
             if "string" in types:
                 text = text_expression(form, path, self._char)
                 if text is None:
-                    # Any text is allowed. This includes the texts of all other forms.
+                    # This form allows any text, and so also the texts of all other forms.
                     return {"type": "any_text", "excludes": self._excluded}
                 formats.append({"type": "grammar", "grammar": f"root ::= {text}\n"})
             others = [one for one in types if one != "string"]

@@ -9,7 +9,8 @@ _JSON: Final = r'\{"a": ?1, ?"b": ?2\}'
 _TAGGED: Final = (
     r"(?P<before>\S\S*?)a(?P<between>.*?)1(?P<after>.*?)(?P=before)b(?P=between)2(?P=after)"
 )
-"""The arguments of the example: as one JSON object, or each argument between its own tags."""
+"""Patterns for the arguments of the example: ``_JSON`` for one JSON object, ``_TAGGED`` if each
+argument is written between its own tags."""
 _THOUGHT: Final = r".*?Hm\.\s*(?P<closing><[^<\s]*>)"
 _CALL: Final = (
     r"(?P<space>\s*)(?P<begin>\S.*?)add(?P<middle>.*?)(?P<arguments>ARGUMENTS)(?P<end>.*?)"
@@ -23,10 +24,11 @@ class CallStyle(NamedTuple):
     Attributes:
         closing: the token that ends the reasoning before the call, or "" without reasoning.
         space: the white space before the first call.
-        begin, middle, end: the texts before the name, before the arguments, and after them.
+        begin, middle, end: the texts before the name, before the arguments, and after the
+            arguments.
         separator: the text between two calls, or None if a turn has at most one call.
-        before, between, after: the texts before an argument's name, before its value, and after it.
-            All are "" if the arguments are one JSON object.
+        before, between, after: the texts before an argument's name, before its value, and after its
+            value. All are "" if the arguments are one JSON object.
         python: whether constants are written as in Python (``True``, ``None``) instead of JSON.
     """
 
@@ -43,7 +45,7 @@ class CallStyle(NamedTuple):
 
     @property
     def tagged(self) -> bool:
-        """Whether arguments are written one by one, each between tags, and texts without quotes."""
+        """Whether each argument is written between its own tags, and texts have no quotes."""
         return bool(self.before)
 
     @property

@@ -41,9 +41,10 @@ PROBES: Final[tuple[list[dict[str, Any]], ...]] = (
 """Conversations with each kind of message. A renderer fits a model if it encodes them to the same
 tokens as the chat template."""
 _OTHERS: Final = ("chat_template", "tools", "documents", "continue_final_message")
-"""The arguments that ``apply_chat_template`` itself reads. A template need not name them."""
+"""The arguments that ``apply_chat_template`` itself reads. They have an effect even if the template
+does not name them."""
 _OWN: Final = re.compile(r"\{%[-+]?\s*(end)?generation\s*[-+]?%\}")
-"""The tags of a block that transformers adds to Jinja."""
+"""The tags of the ``generation`` block, with which transformers extends Jinja."""
 
 
 def template_text(box: TokenizerBox, template: Mapping[str, Any]) -> str:
@@ -97,7 +98,7 @@ def read_arguments(template: str, arguments: Mapping[str, Any]) -> dict[str, Any
     """Return the arguments that can change what a chat template renders.
 
     Clients also send arguments that only the templates of other models use, such as
-    ``enable_thinking``.
+    ``enable_thinking``. If the template cannot be parsed, all arguments are returned.
 
     Args:
         template: the source of the template.

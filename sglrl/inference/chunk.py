@@ -21,7 +21,7 @@ class Chunk(msgspec.Struct, frozen=True, dict=True, eq=False):
     Attributes:
         finish_reason: None until the last chunk, then as in ``Completion``.
         version: the policy version of the tokens.
-        lora_version: the version of the adapter, or 0 without an adapter.
+        lora_version: the version of the LoRA adapter, or 0 without one.
     """
 
     finish_reason: str | None
@@ -80,7 +80,7 @@ class StreamText:
     """Computes the text that each chunk adds to a growing list of tokens.
 
     For each chunk, only the last tokens are decoded again, as in the detokenizers of SGLang and
-    vLLM. Earlier text is final. It ends at a position where no character was incomplete.
+    vLLM. The text of earlier tokens is final, and ends with a complete character.
     """
 
     def __init__(self, decode: Decode, params: SamplingParams) -> None:
@@ -117,8 +117,8 @@ class StreamText:
             return whole[self._emitted :]
         before = self._decode(self._ids[self._prefix : self._read], self._skip)
         whole = self._decode(self._ids[self._prefix :], self._skip)
-        # Move the window only when new text appears, so that it never contains only skipped special
-        # tokens or no tokens: some decoders drop the space before the first word they decode.
+        # Some decoders drop the space before the first word that they decode. So the window must
+        # begin with earlier words: move it only when new text appears.
         if len(whole) > len(before) and not whole.endswith("\ufffd"):
             self._pending += whole[len(before) :]
             self._prefix, self._read = self._read, len(self._ids)

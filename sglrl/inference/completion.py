@@ -71,8 +71,8 @@ class ScoreLogprobs(np.ndarray[Any, np.dtype[np.float32]]):
 
     Attributes:
         versions: the spans of positions with the same policy version, in order.
-        lora_versions: the spans of positions with the same version of the adapter. Empty without an
-            adapter.
+        lora_versions: the spans of positions with the same version of the LoRA adapter. Empty
+            without a LoRA adapter.
     """
 
     versions: tuple[VersionSpan, ...]
@@ -91,7 +91,7 @@ class ScoreLogprobs(np.ndarray[Any, np.dtype[np.float32]]):
 
     @property
     def version(self) -> int:
-        """The weight version with which the forward pass for the last position was launched.
+        """The weight version at the launch of the forward pass for the last position.
 
         All positions have this version unless ``versions`` has several spans.
         """
@@ -150,11 +150,11 @@ class NextTokenLogprobs(NamedTuple):
         logprobs: float32 [v], by token id. With ``top_k``: float32 [k], most likely first.
             Read-only.
         token_ids: int32 [k], the tokens of ``logprobs``, or None if ``logprobs`` has all tokens.
-        version: the weight version with which the forward pass that computed the distribution was
-            launched.
+        version: the weight version at the launch of the forward pass that computed the
+            distribution.
         cached_tokens: the number of prompt tokens that came from the prefix cache.
         worker: the index of the worker that computed the distribution.
-        lora_version: the version of the adapter, or 0 without an adapter.
+        lora_version: the version of the LoRA adapter, or 0 without one.
     """
 
     logprobs: NDArray[np.float32]
@@ -173,7 +173,7 @@ class NextTokenLogprobs(NamedTuple):
 
 
 class Conversation(msgspec.Struct, gc=False, eq=False):
-    """The buffer with the tokens of a conversation, int32, that the prompts of its turns share.
+    """One buffer with the tokens of a conversation, int32. The prompts of all turns share it.
 
     Tokens are only appended, so the prompt of every turn is a prefix of ``tokens``. A copy for each
     turn would take memory quadratic in the number of turns.
@@ -200,12 +200,12 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
         resumed: the number of workers that were lost while they held the call.
         resumed_at: the output positions at which another worker continued. That worker recomputed
             the KV cache of all earlier tokens with its own weights.
-        lora: the name of the adapter, or None.
+        lora: the name of the LoRA adapter, or None.
         params: the sampling parameters of the call.
-        prompt, chunks, wants_logprobs, top_count, routed_rows, decode: the received data and the
-            options of the call, from which the other values are computed.
-        submitted_at, sent_at, first_at, finished_at: times on the driver's clock, in seconds. A
-            time is 0 if the event has not happened.
+        prompt, chunks, wants_logprobs, top_count, routed_rows, decode: the prompt, the received
+            data and the options of the call. The other values are computed from them.
+        submitted_at, sent_at, first_at, finished_at: times on the driver's clock, in seconds.
+            ``first_at`` is 0 if all tokens came in the last message.
     """
 
     worker: int
@@ -256,7 +256,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
 
     @cached_property
     def lora_versions(self) -> tuple[VersionSpan, ...]:
-        """The spans of output tokens with the same version of the adapter. Empty without one.
+        """The spans of output tokens with the same version of the LoRA adapter. Empty without one.
 
         The spans may differ from the spans of ``versions``. Both versions together identify the
         policy that sampled a token.
@@ -302,8 +302,8 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     def top_logprobs(self) -> TopLogprobs | None:
         """The most likely tokens at each output position. None unless requested.
 
-        The logprobs are of the same distribution as ``logprobs``. A token that could not be drawn
-        has the smallest float32.
+        The values are of the same distribution as ``logprobs``. A token that this distribution
+        excludes has the smallest float32.
         """
         k = self.top_count
         if not k:
@@ -317,8 +317,8 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     def token_ids_logprobs(self) -> NDArray[np.float32] | None:
         """Logprobs of the k tokens of ``token_ids_logprob``, float32 [t, k]. None unless requested.
 
-        The values are of the same distribution as ``logprobs``. A token that could not be drawn has
-        the smallest float32.
+        The values are of the same distribution as ``logprobs``. A token that this distribution
+        excludes has the smallest float32.
         """
         return given_logprobs(self.chunks, self.params)
 
@@ -352,8 +352,8 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     def routed_from(self) -> int:
         """The position of the first row of ``routed_experts``.
 
-        The position is 0, except in later turns of a session. There it is the first position
-        without a row in earlier turns.
+        In a later turn of a session, this is the first position without a row in earlier turns.
+        Otherwise it is 0.
         """
         return 0 if self.routed_rows is None else self.routed_rows.start
 
@@ -376,7 +376,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
         """The output as a message of the assistant.
 
         If the call or the session has a renderer, reasoning and tool calls are parsed from the
-        tokens. Otherwise all text is ``content``.
+        tokens. Without a renderer, all text is ``content``.
         """
         parsed: AssistantMessage | None = self.__dict__.get("message")
         return AssistantMessage(content=self.text) if parsed is None else parsed
@@ -426,8 +426,8 @@ def cut_text(
     text = decode(tokens, skip)
     if isinstance(stop_match, str) and stop_match in params.stop_strings:
         # The last token completed the stop string. So search only for an occurrence that ends in
-        # the text of this token. The engine did not stop at earlier ones. Strip an incomplete
-        # character, which the last token may have completed.
+        # the text of this token. The engine did not stop at earlier occurrences. ``before`` may
+        # end with an incomplete character that the last token has completed, so strip it.
         before = decode(tokens[:-1], skip).rstrip("\ufffd")
         at = text.find(stop_match, max(0, len(before) - len(stop_match) + 1))
         if at >= 0:
@@ -457,12 +457,12 @@ def hidden_states(
 
 
 def version_spans(chunks: Sequence[TokenChunk], *, lora: bool = False) -> tuple[VersionSpan, ...]:
-    """Return the policy versions over the tokens of a call's chunks.
+    """Return the spans of tokens with the same policy version in a call's chunks.
 
     Adjacent spans of the same version are joined.
 
     Args:
-        lora: whether to return the versions of the adapter instead of the model's.
+        lora: whether to use the versions of the LoRA adapter instead of the model's versions.
     """
     spans: list[VersionSpan] = []
     at = 0

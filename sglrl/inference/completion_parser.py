@@ -27,7 +27,7 @@ class CompletionParser:
         renderers: the renderer of each prompt, or None for a prompt without one.
         tool_choice: the tool choice of the call.
         asked: whether the options of the call require messages. If False, completions are parsed
-            only if their grammar begins after the reasoning.
+            only if ``prepare`` has added a grammar for whole turns.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class CompletionParser:
     async def prepare(
         self, samplings: SamplingCache, prepared: Prepared, prompts: Sequence[bytes]
     ) -> Prepared:
-        """Return the sampling values of the prompts with a grammar for whole turns."""
+        """Return the sampling values with a grammar for whole turns. See ``turn_grammar``."""
         found = self._renderers
         made = await turn_grammar(samplings, prepared, self._tool_choice, found, prompts)
         if made is prepared and not self._asked:
@@ -48,7 +48,7 @@ class CompletionParser:
         return made
 
     async def parse(self, completions: Sequence[Completion]) -> None:
-        """Parse the completions in a thread. Each prompt must have the same number of them."""
+        """Parse completions in a thread. All prompts must have the same number of completions."""
         if not any(self._renderers):
             return
         await in_thread(self._parse, completions)

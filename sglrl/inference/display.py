@@ -17,7 +17,7 @@ _STYLES: Final = {
 
 
 def preview(text: str) -> str:
-    """Return the ``repr`` of a text, which is shortened if it is long."""
+    """Return the ``repr`` of a text. A long text is shortened."""
     if len(text) > _PREVIEW:
         text = f"{text[: _PREVIEW - 3]}..."
     return repr(text)

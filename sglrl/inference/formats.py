@@ -18,7 +18,10 @@ def sequence(elements: list[Format]) -> Format:
 
 
 def optional(elements: list[Format]) -> list[Format]:
-    """Return a format that allows the given formats in order, or nothing."""
+    """Return a list with a format that allows the given formats in order, or an empty text.
+
+    Without formats, the list is empty.
+    """
     return [{"type": "optional", "content": sequence(elements)}] if elements else []
 
 

@@ -41,7 +41,7 @@ _ESCAPED: Final = f'["\\\\/bfnrt] | {_UNICODE}'
 _FOLLOWS: Final = "(= [ \\n\\t]* [,}\\]:])"
 """A look-ahead for the characters that may follow a string within JSON."""
 _LONGEST: Final = 64
-"""The largest length limit with which a text may have escapes: each character needs a rule."""
+"""The largest length limit for texts with escapes. Each character of such a text needs a rule."""
 _PLAIN: Final[Chars] = complement([(0, 31), (34, 34), (92, 92)])
 """The characters that need no escape in a JSON string."""
 _SHORT: Final = {8: "b", 9: "t", 10: "n", 12: "f", 13: "r", 34: '"', 92: "\\"}
@@ -60,7 +60,7 @@ _FORMATS: Final = {
     "email": rf"^[a-zA-Z0-9_+-]+(\.[a-zA-Z0-9_+-]+)*@{_LABEL}(\.{_LABEL})+$",
     "uri": r"^[a-z][a-z0-9+.-]*://[a-zA-Z0-9._~:/?#@!$&*+,;=-]+$",
 }
-"""The values of ``format`` that are enforced for strings without a length and a pattern."""
+"""Patterns by value of ``format``. A ``pattern`` or a length limit disables ``format``."""
 
 
 def json_grammar(schema: Any, *, spaces: bool = True, markers: Sequence[str] = ()) -> str:
@@ -100,7 +100,7 @@ class JsonGrammar:
         self._raw = intersection(_PLAIN, complement([(head, head) for head in self._heads]))
         """The characters that need no escape and cannot begin a marker."""
         self._any = ""
-        """The name of the rule for any text and its closing quote, or "" before its first use."""
+        """The name of the rule for any text and its closing quote. "": the rule is not made yet."""
 
     def text(self, root: str) -> str:
         """Return the text of the grammar with ``root`` as the expression of its root rule."""
@@ -181,9 +181,10 @@ class JsonGrammar:
         return self._object(form, path)
 
     # --- strings ----------------------------------------------------------------------------------
-    # XGrammar compiles token masks for each rule. A mask is complete only if the rule continues,
-    # character by character, to the quote that ends the string, and states what may follow it.
-    # With incomplete masks, all tokens are checked again at each step, which takes 100 ms.
+    # XGrammar compiles a token mask for each rule. The mask decides about every token only if the
+    # rule itself covers the rest of the string, character by character, up to the closing quote,
+    # and states what may follow the quote. Otherwise all tokens are checked again at each step,
+    # which takes 100 ms.
 
     def char(self, chars: Chars) -> str:
         """Return the expression of one character of a set within a JSON string.
@@ -232,7 +233,7 @@ class JsonGrammar:
         self._any = name = self.rule("")
         body = f'"\\"" | {class_expression(self._raw)} {name} | "\\\\" {self._escape()} {name}'
         if len(self._heads) == 1:
-            # Allow the first character of a marker if no marker continues with the next character.
+            # Allow a marker's first character unless the second character of a marker follows.
             (head,) = self._heads
             one, after = quoted(chr(head)), self.rule("")
             seconds = [(ord(marker[1]), ord(marker[1])) for marker in self._markers if marker[1:]]
@@ -299,7 +300,7 @@ class JsonGrammar:
         known: dict[tuple[int, int], str | None] = {}
 
         def after(at: int, count: int) -> str | None:
-            """Return the expression of the members from index ``at`` on, after ``count`` others."""
+            """Return the expression of members ``at`` and later, after ``count`` other members."""
             count = count if counts else min(count, 1)
             if (at, count) not in known:
                 body = self._after(members, extra, at, count, (low, high), after)
@@ -342,8 +343,8 @@ class JsonGrammar:
     ) -> tuple[list[tuple[str, str, bool]], str | None] | None:
         """Return the declared properties, and the expression of a member that is not declared.
 
-        Each property is a tuple of the expressions of its name and its value, and whether it is
-        required. The result is None if no object is valid.
+        Each property is a tuple: the expression of its name, the expression of its value, and
+        whether it is required. The result is None if no object is valid.
         """
         properties = dict(form.get("properties", {}))
         patterns = form.get("patternProperties", {})
@@ -351,7 +352,8 @@ class JsonGrammar:
         required = form.get("required", [])
         names = form.get("propertyNames", True)
         for name in required:
-            # A required name that is not declared may have the values of undeclared members.
+            # A required name that ``properties`` lacks has the schemas of all matching patterns.
+            # If no pattern matches, it has the schema ``additionalProperties``.
             matching = [part for pattern, part in patterns.items() if re.search(pattern, name)]
             given = form.get("additionalProperties", True)
             properties.setdefault(name, {"allOf": matching} if matching else given)
@@ -380,7 +382,7 @@ class JsonGrammar:
         patterns: Mapping[str, Any],
         additional: Any,
     ) -> str | None:
-        """Return the expression of a member that is not declared, or None if none is allowed."""
+        """Return the expression of an undeclared member, or None if such members are not valid."""
         names = form.get("propertyNames", True)
         if patterns:
             if additional is not False and additional is not True:

@@ -11,7 +11,8 @@ class ToolCall(msgspec.Struct, frozen=True, kw_only=True):
     """One tool call that the model has written.
 
     Attributes:
-        id: the id of the call. The message with its result has the same ``tool_call_id``.
+        id: the id of the call. The message with the result of the call has this id as its
+            ``tool_call_id``.
         name: the name of the tool, or "" if the model wrote none.
         arguments: the parsed arguments, or None if there is an ``error``.
         raw: the text of the call as the model wrote it.
@@ -32,8 +33,8 @@ class AssistantMessage(msgspec.Struct, frozen=True, kw_only=True):
         content: the text without reasoning and tool calls.
         reasoning_content: the reasoning, or None if there is none.
         tool_calls: all calls in order, including calls with an ``error``.
-        raw_content: the sampled text of the content and of calls with an ``error``, or "" if there
-            is no such call.
+        raw_content: the sampled text of the content and of calls with an ``error``, or "" if no
+            call has an ``error``.
     """
 
     content: str

@@ -7,7 +7,7 @@ from typing import Any, Final, NamedTuple
 
 INTEGER: Final = '("-"? ("0" | [1-9] [0-9]*))'
 NUMBER: Final = '("-"? ("0" | [1-9] [0-9]{0,99}) ("." [0-9]+)? ([eE] [+-]? [0-9]{1,2})?)'
-"""The expression of any number that is finite as a float."""
+"""The expression of numbers without a given range. Each of them is finite as a float."""
 _DIGITS: Final = 15
 """The number of significant decimal digits that a float keeps."""
 
@@ -141,7 +141,7 @@ def _magnitudes(low: Decimal, high: Decimal | None, open_low: bool, open_high: b
         parts.append(f"{_naturals(whole + 1, None)} {_any_fraction(_DIGITS)}")
         return f"({' | '.join(part for part in parts if part)})"
     last, end = _split(high)
-    # Digits that are rounded away may make a number equal to its end, so an open end needs a limit.
+    # Rounding to a float may make a number equal to an open end, so limit its digits there.
     spare = _spare(last) if open_high else _DIGITS
     if whole == last:
         fraction = _between(digits, end, open_low, open_high, _spare(last))
@@ -149,7 +149,7 @@ def _magnitudes(low: Decimal, high: Decimal | None, open_low: bool, open_high: b
     parts = [_with_fraction(whole, _at_least(digits, open_low, _spare(whole)), digits, open_low)]
     if last - whole > 1:
         parts.append(f"{_naturals(whole + 1, last - 1)} {_any_fraction(spare)}")
-    # The number without a fraction is in the range, unless it is the open end itself.
+    # ``last`` without a fraction is in the range, unless it is the open end itself.
     excluded = open_high and not end
     parts.append(_with_fraction(last, _at_most(end, open_high, spare), "", excluded))
     return f"({' | '.join(part for part in parts if part)})"
@@ -171,10 +171,13 @@ def _any_fraction(spare: int) -> str:
 
 
 def _with_fraction(whole: int, fraction: str | None, low: str, excluded: bool) -> str | None:
-    """Return the expression of a whole part with a fraction, which is optional if allowed.
+    """Return the expression of a whole part with a fraction.
+
+    The fraction is optional if ``low`` is "" and ``excluded`` is False. The result is None if a
+    fraction is required and ``fraction`` is None.
 
     Args:
-        low: the digits of the smallest fraction. If there are any, a fraction is required.
+        low: the digits of the smallest fraction.
         excluded: whether the number without a fraction is outside the range.
     """
     without = not low and not excluded
@@ -188,7 +191,11 @@ def _more(spare: int, digits: int) -> str:
 
 
 def _at_least(low: str, strict: bool, spare: int, depth: int = 0) -> str | None:
-    """Return the expression of the digits, at least one, of fractions of at least ``low``."""
+    """Return the expression of the digits of fractions of at least ``low``.
+
+    Args:
+        strict: whether ``low`` itself is excluded.
+    """
     if not low:
         if not strict:
             return f"[0-9]{{{0 if depth else 1},{max(1, spare - depth)}}}"
@@ -212,7 +219,7 @@ def _at_most(high: str, strict: bool, spare: int, depth: int = 0) -> str | None:
         parts.append(f"[0-{int(high[0]) - 1}] {_more(spare, depth + 1)}")
     rest = _at_most(high[1:], strict, spare, depth + 1)
     if rest is not None:
-        # A fraction may stop after this digit if ``high`` has more digits, because it is smaller.
+        # If ``high`` has more digits, a fraction that stops after this digit is smaller.
         parts.append(f'"{high[0]}" ({rest}){"?" if high[1:] else ""}')
     return f"({' | '.join(parts)})" if parts else None
 

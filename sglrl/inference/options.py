@@ -71,9 +71,9 @@ class CallOptions(msgspec.Struct, frozen=True, gc=False):
         logprobs: whether to return the logprobs of the tokens.
         top: the number of most likely tokens to return at each position.
         session: a name, or None. Calls with the same name go to the worker that holds their prefix.
-        deadline: the time limit on the driver's clock. None: no limit.
+        deadline: the time on the driver's clock at which the time limit ends. None: no limit.
         worker: the index of the only worker that may run the call. None: any worker.
-        lora: the name of an adapter, or "".
+        lora: the name of a LoRA adapter, or "".
     """
 
     logprobs: bool = False

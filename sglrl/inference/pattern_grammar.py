@@ -56,7 +56,7 @@ def pattern_expression(pattern: str, write: Writer) -> str:
 
 
 def simple_pattern(pattern: str) -> tuple[Chars, int, int | None] | None:
-    """Return the characters and the lengths of a pattern ``^[...]{a,b}$``, or None for others."""
+    """Return the characters and the lengths of a pattern ``^[...]{a,b}$``, else None."""
     try:
         parsed = [*_parser.parse(_python(pattern))]
         if len(parsed) == 3 and _anchors(parsed[0], parsed[2]) and parsed[1][0] in _REPEATS:
@@ -69,7 +69,10 @@ def simple_pattern(pattern: str) -> tuple[Chars, int, int | None] | None:
 
 
 def pattern_width(pattern: str) -> tuple[int, int | None] | None:
-    """Return the shortest and longest length that a pattern matches, or None if not anchored."""
+    """Return the shortest and the longest length of a match.
+
+    None: the pattern is wrong, or is not anchored at both ends.
+    """
     try:
         parsed = _parser.parse(_python(pattern))
     except (re.error, OverflowError, RecursionError):
@@ -177,8 +180,8 @@ def _category(name: Any, wide: bool) -> Chars:
     """Return the characters of a category such as ``\\d``.
 
     Args:
-        wide: whether to return the characters that Python or ECMA counts to the category. If False,
-            return only characters that both count to it.
+        wide: True: return the characters that belong to the category in Python or in ECMA. False:
+            return the characters that belong to it in both.
     """
     known = {
         op.CATEGORY_DIGIT: (_DIGITS, "isdecimal", False),
@@ -196,7 +199,7 @@ def _category(name: Any, wide: bool) -> Chars:
 
 @lru_cache(None)
 def _unicode(test: str) -> tuple[tuple[int, int], ...]:
-    """Return the characters of a category in Python or ECMA, as tested by a method of ``str``."""
+    """Return the characters that a method of ``str`` accepts, and U+FEFF for "isspace" (ECMA)."""
     more = {0xFEFF} if test == "isspace" else set()
     codes = [
         code for code in range(sys.maxunicode + 1) if code in more or getattr(chr(code), test)()
@@ -233,9 +236,10 @@ def intersection(first: Chars, second: Chars) -> Chars:
 
 
 def class_expression(chars: Chars) -> str:
-    """Return the expression of one character of a set, which is written without a JSON escape.
+    """Return the expression of one character of a set. The character has no JSON escape.
 
-    XGrammar (0.2.1) handles a range correctly only if each byte of UTF-8 has a range of its own.
+    XGrammar (0.2.1) handles a range correctly only if the characters in the range are all
+    combinations of one range for each byte of UTF-8.
     """
     ranges = [
         pair
@@ -249,7 +253,7 @@ def class_expression(chars: Chars) -> str:
 
 
 def _aligned(low: int, high: int) -> Iterator[tuple[int, int]]:
-    """Split a range of characters, all with the same number of bytes, as XGrammar requires."""
+    """Split a range of characters, all with the same number of bytes. See ``class_expression``."""
     for count in (1, 2, 3) if high > 0x7F else ():
         mask = (1 << 6 * count) - 1
         if low & ~mask != high & ~mask:
@@ -282,7 +286,7 @@ def times(low: int, high: int | None) -> str:
 
 
 def one_of(parts: Iterable[str]) -> str | None:
-    """Return an expression that allows any one of the given ones, or None if none are given."""
+    """Return an expression that allows any of the given expressions. None: none are given."""
     different = list(dict.fromkeys(parts))
     if not different:
         return None

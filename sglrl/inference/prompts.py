@@ -127,8 +127,8 @@ def check_messages(messages: Any) -> tuple[bool, list[Any]]:
         Whether a list was given, and each conversation as returned by ``check_conversation``.
 
     Raises:
-        InvalidRequest: ``messages`` is neither a conversation nor a list of conversations. The
-            error names the wrong message.
+        InvalidRequest: ``messages`` is neither a conversation nor a list of conversations, or a
+            message is wrong. The error states the wrong value.
     """
     if isinstance(messages, Sequence) and messages and not isinstance(messages, str):
         if not all(isinstance(one, (list, tuple)) for one in messages):

@@ -32,7 +32,8 @@ logger = logging.getLogger("sglrl.renderer")
 TEMPLATE: Final = "template"
 """The renderer name with which a caller selects no renderer."""
 _SIGNS: Final = ("tool_call", "reasoning", "think")
-"""A template without these words has nothing that a renderer would parse."""
+"""The words that indicate reasoning or calls in a template. A template without them gets a renderer
+only by name."""
 _ERRORS: Final = {
     "invalid_json": "its arguments are not JSON",
     "unclosed_block": "it has no end",
@@ -56,7 +57,8 @@ class Renderer:
     ) -> None:
         self.name = name
         self._style: list[CallStyle | None] = []
-        """The result of ``call_style``. The list is empty until ``call_style`` is called."""
+        """A list with the cached value of ``call_style``. It is empty before the first use.
+        ``with_tools`` shares the list with the copy."""
         self._renderer = renderer
         self._box = box
         self.tools = tools
@@ -70,8 +72,8 @@ class Renderer:
     def keeping_thoughts(self) -> Renderer:
         """Return a renderer whose ``bridge`` assumes that the template removes no reasoning.
 
-        Use it if the template does not change the earlier messages of a conversation. If the
-        package has no such setting for this renderer, return the renderer itself.
+        Use the result if the template does not change the earlier messages of a conversation. If
+        the package cannot set ``thinking_retention`` for this renderer, return the renderer itself.
         """
         try:
             made = _keeping.get(self._renderer)
@@ -156,7 +158,7 @@ class Renderer:
         return opened < closed
 
     def example(self, calls: int, arguments: Mapping[str, Any] | None = None) -> str | None:
-        """Return the text of a turn with the reasoning "Hm." and a call of ``add(a=1, b=2)``.
+        """Return the text of a turn with the reasoning "Hm." and then calls of the tool ``add``.
 
         The text ends before the token that ends the turn.
 
@@ -192,7 +194,8 @@ class Renderer:
             once = self.example(1)
             style = call_style(once, self.example(2), {*self.added_tokens})
             if style is not None and style.tagged and once is not None:
-                # Reject formats that also write the types of values, by parsing the example.
+                # ``CallStyle`` cannot describe formats that also write the types of values. With
+                # such a format, the parsed arguments are not the texts "1" and "2".
                 (call,) = self._calls(self.encode(once), [], [texts_only("add", ["a", "b"])]) or [
                     None
                 ]
@@ -238,7 +241,7 @@ class Renderer:
         Args:
             prompt: the tokens before the turn.
             sampled: the tokens of the turn.
-            number: the number of the turn, which becomes a part of the ids of its calls.
+            number: the index of the turn. Calls without an id get ids that contain this number.
         """
         try:
             parsed = self._renderer.parse_response(sampled, tools=self.tools, prompt_ids=prompt)
@@ -272,7 +275,8 @@ class Renderer:
         before = self._box.decode(ids[: spans[0][0]], False)
         text = before.rstrip()
         sizes = range(len(parsed.content), -1, -1)
-        # The content may go on after the calls, and reasoning may come before it.
+        # The text before the calls may begin with reasoning, and the content may continue after the
+        # calls. So find the longest beginning of the content with which this text ends.
         size = next(size for size in sizes if text.endswith(parsed.content[:size]))
         parts = [parsed.content[:size], before[len(text) :]]
         at = spans[0][0]
@@ -288,7 +292,7 @@ class Renderer:
     def bridge(
         self, prompt: list[int], sampled: list[int], new: Sequence[Message]
     ) -> list[int] | None:
-        """Return the prompt of the next turn, which begins with the given tokens.
+        """Return the prompt of the next turn. It begins with ``prompt`` and ``sampled``.
 
         Args:
             prompt: the tokens before the assistant's turn.
@@ -296,8 +300,8 @@ class Renderer:
             new: the messages after the turn.
 
         Returns:
-            The tokens, or None if the format would change earlier tokens, for example remove
-            reasoning.
+            The tokens. None: the format would change earlier tokens, for example remove reasoning,
+            or the package rejects the messages.
         """
         try:
             bridged = self._renderer.bridge_to_next_turn(
@@ -344,13 +348,13 @@ _known: WeakKeyDictionary[TokenizerBox, dict[str, Renderer | None]] = WeakKeyDic
 def find_renderer(
     name: str | None, box: TokenizerBox, template: Mapping[str, Any]
 ) -> Renderer | None:
-    """Return the renderer of a model, or None. The first call takes a second.
+    """Return the renderer of a model, or None. The first call takes about 1 s.
 
     Args:
         name: a name in ``renderers.base.RENDERER_REGISTRY``, or a class of the user
             (``renderers.custom``) as "module:Class" or "file.py:Class". "template": no renderer.
-            None: if the chat template has a format for calls or reasoning, the renderer that
-            makes the same tokens as the template.
+            None: the renderer that makes the same tokens as the chat template. There is none if
+            the template mentions neither calls nor reasoning.
         template: the arguments of the chat template.
 
     Raises:
@@ -381,8 +385,8 @@ def fitting_renderer(
         prompt: the tokens of the messages as rendered by the chat template.
 
     Raises:
-        InvalidRequest: ``find_renderer`` raises it, or the renderer that ``name`` selects does not
-            make these tokens.
+        InvalidRequest: see ``find_renderer``, or the renderer that ``name`` selects does not make
+            the tokens of the prompt.
     """
     renderer = find_renderer(name, box, template)
     difference = "" if renderer is None else renderer.difference(messages, prompt)

@@ -263,9 +263,9 @@ class ScoreReply(_WholeReply):
 
     Attributes:
         count: the number of scored tokens.
-        top: the number of most likely tokens. If it is 0, the result is ``ScoreLogprobs``,
-            otherwise ``Scores``.
-        lora: whether an adapter computes the score.
+        top: the number of most likely tokens per position. If it is 0, the result is
+            ``ScoreLogprobs``, otherwise ``Scores``.
+        lora: whether a LoRA adapter computes the score.
     """
 
     __slots__ = ("count", "lora", "top")

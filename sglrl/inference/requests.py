@@ -88,7 +88,7 @@ class Requests:
             timeout: the time limit in seconds. None: the client's timeout.
 
         Raises:
-            UsageError: a value is wrong. The subclass ``UnknownAdapter``: the adapter is not
+            UsageError: a value is wrong. The subclass ``UnknownAdapter``: the LoRA adapter is not
                 loaded.
             DeadlineExceeded: the timeout is 0.
         """
@@ -160,23 +160,23 @@ class Requests:
             )
 
     def lora(self, name: Any) -> str:
-        """Return the name of an adapter, or "" for None.
+        """Return the name of a LoRA adapter, or "" for None.
 
         Raises:
-            UnknownAdapter: the adapter is not loaded.
+            UnknownAdapter: the LoRA adapter is not loaded.
         """
         return "" if name is None else self.adapters.check(name)
 
     def version(self, lora: str) -> int:
-        """Return a version number for routes. Routes share a KV cache only with equal numbers."""
+        """Return a version number for routes. Routes with different numbers share no KV cache."""
         version = self.weights.version
         return self.adapters.route_version(lora, version) if lora else version
 
     def versions(self, lora: str) -> dict[str, int]:
-        """Return the current versions of the model and of an adapter, by name.
+        """Return the current versions of the model and of a LoRA adapter, by name.
 
-        The version of the adapter is missing if it is not known. ``core/policy_versions.py``
-        describes the names.
+        An unknown version of the LoRA adapter is missing. ``core/policy_versions.py`` describes the
+        names.
         """
         versions = {MODEL: self.weights.version}
         version = self.adapters.versions.get(lora) if lora else None
@@ -212,7 +212,7 @@ class Requests:
 
         Args:
             begun: an unfinished completion to continue. Limits, stop strings, penalties and seeds
-                then count from its first token.
+                apply from its first token on.
             on_chunk: called with each chunk as it arrives. None: the worker does not stream chunks.
             routed_from: the first position whose routed experts are requested. Not used with
                 ``begun``.

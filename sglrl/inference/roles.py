@@ -48,7 +48,7 @@ class Roles:
         """Check that the template writes messages of all roles.
 
         Args:
-            begin: the number of messages before these in the conversation.
+            begin: the number of messages before ``messages`` in the conversation.
 
         Raises:
             InvalidRequest: the template omits messages of a role. The error names the role.

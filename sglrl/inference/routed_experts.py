@@ -77,7 +77,8 @@ class RoutedRows:
         Raises:
             ProtocolError: the number of rows is wrong.
         """
-        # A call that was aborted before its first token may have been prefilled in part.
+        # There is a row for each token but the last. A call that was aborted before its first token
+        # may have fewer rows, because only a part of the prompt may have been prefilled.
         if self.stop >= tokens or (sampled and self.stop != tokens - 1):
             raise ProtocolError(
                 f"the worker sent routed experts up to position {self.stop} of {tokens} tokens"

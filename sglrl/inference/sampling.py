@@ -44,7 +44,8 @@ _OPENAI: Final = ("chat", "completions", "responses", "anthropic")
 _NOT_VLLM: Final[dict[str, tuple[str, ...]]] = {"vllm": ()}
 _SGLANG_ONLY: Final[dict[str, tuple[str, ...]]] = dict.fromkeys((*_OPENAI, "vllm"), ())
 _CLIENTS_ONLY: Final = Names(http=dict.fromkeys(DIALECTS, ()), option=False)
-"""The names of fields that add values to a ``Completion``, which HTTP answers cannot contain."""
+"""The ``Names`` of fields that HTTP requests and commands lack. HTTP answers have no place for the
+results of these fields."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,8 +68,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
             ``InvalidRequest``.
         no_stop_trim: keep the stop string or stop token at the end of ``text``.
         min_new_tokens: number of tokens before which the output does not end. Until then, no token
-            that ends an output is sampled, and no stop string or expression is checked. As in vLLM,
-            a match that ends after these tokens counts, even if it begins before.
+            that ends an output is sampled, and no stop string or expression is checked. A match
+            that ends after these tokens ends the output, even if it begins within them (as in
+            vLLM).
         frequency_penalty, presence_penalty: penalty in [-2, 2], as OpenAI defines it.
         repetition_penalty: penalty in (0, 2], 1 for none (https://arxiv.org/abs/1909.05858).
         logit_bias: by token id, a bias that is added to the token's logit before temperature and
@@ -89,10 +91,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         logprobs_mode: the distribution of all logprobs that the request returns.
 
             * "raw_logprobs": the softmax of the model's logits, as ``Client.score`` returns it.
-            * "scaled_logprobs": the same after penalties, ``logit_bias``, grammar,
+            * "scaled_logprobs": the softmax after penalties, ``logit_bias``, grammar,
               ``logit_processor`` and temperature. Temperature 0 counts as 1.
-            * "processed_logprobs": the distribution that the token was drawn from: also after
-              top-k, top-p and min-p, and normalized again. With temperature 0, all logprobs are 0.
+            * "processed_logprobs": the distribution from which the token was drawn. It also has
+              top-k, top-p and min-p applied. With temperature 0, all logprobs are 0.
         return_sampling_mask: return the tokens that could be drawn (``Completion.sampling_mask``).
             Needs top_p, top_k, min_p, temperature 0 or a grammar.
         token_ids_logprob: token ids, at most 1,000. Return the logprob of each of them at every
@@ -111,7 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
         InvalidRequest: a value is out of range or of the wrong type.
     """
 
-    # The annotation of a field has its type and its kind, and its ``Names`` if it has other names.
+    # An annotation has the type of the field and its kind. ``Names`` are the field's other names.
     max_new_tokens: Annotated[
         int | None,
         Integer(1),

@@ -52,8 +52,8 @@ _CONSTANT: Final = (int, float, str, bytes, type(None), np.generic, tuple, list,
 def _constant(value: Any) -> bool:
     """Return whether the check of this value may be cached.
 
-    This excludes mutable objects that compare by identity, such as tensors. Lists and dicts are
-    assumed not to change after they were given.
+    The checks of mutable objects that compare by identity, such as tensors, are not cached. Lists
+    and dicts are assumed not to change after they were given.
     """
     return isinstance(value, _CONSTANT)
 

@@ -25,7 +25,7 @@ from .tokens import check_text
 MAX_INT32: Final = (1 << 31) - 1
 TOP_K_ALL: Final = 1 << 30
 MIN_TEMPERATURE: Final = 1e-6
-"""SGLang samples greedily below this temperature, and computes logprobs at temperature 1 then."""
+"""Below this temperature, SGLang samples greedily and computes logprobs at temperature 1."""
 MAX_BIAS: Final = 1e6
 """The largest bias of a logit. With a larger bias, rounding would erase the logit itself."""
 
@@ -263,8 +263,8 @@ class Names:
 
     Attributes:
         aliases: the keyword arguments of vLLM and OpenAI with the same meaning.
-        http: the names of the field in HTTP requests, for each dialect (``DIALECTS``) with other
-            names. () means that the dialect has no such field.
+        http: the names of the field in HTTP requests, by dialect (``DIALECTS``). (): the dialect
+            lacks the field. A dialect that is missing has the field under its own name.
         option: whether commands have an option for the field.
     """
 

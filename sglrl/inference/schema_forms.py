@@ -55,7 +55,7 @@ class Forms:
         self.root = root
 
     def alternatives(self, schema: Any, path: str, seen: tuple[str, ...] = ()) -> list[Form]:
-        """Return the forms of a schema. A value is valid if it is valid for one of the forms.
+        """Return the forms of a schema. A value that is valid for one of the forms is valid.
 
         Args:
             path: the place of the schema in the root, for errors.
@@ -146,7 +146,10 @@ class Forms:
                         )
 
     def _excludes(self, written: Form, other: Form) -> bool:
-        """Return whether no value that the grammar of a form allows is valid for another form."""
+        """Return True if every value that the grammar of ``written`` allows is wrong for ``other``.
+
+        False: this is not certain.
+        """
         if "enum" in written:
             values = [one for one in written["enum"] if valid(written, one, self.root)]
             return not any(valid(other, one, self.root) for one in values)
@@ -166,7 +169,7 @@ class Forms:
         return False
 
     def _differ(self, first: Any, second: Any) -> bool:
-        """Return whether no value is valid for two schemas of a property."""
+        """Return True if no value is valid for both schemas. False: this is not certain."""
         try:
             forms = self.alternatives({"allOf": [first, second]}, "")
         except InvalidRequest:
@@ -179,7 +182,7 @@ class Forms:
 
 
 def _harmless(keyword: str, value: Any, form: Form) -> bool:
-    """Return whether a keyword has no effect, or can be replaced in the form."""
+    """Return whether a keyword can be ignored. ``multipleOf: 1`` becomes a type of the form."""
     types = _OF_TYPE.get(keyword)
     if types and form.get("type") and not set(types) & set(form["type"]):
         return True
@@ -277,7 +280,7 @@ def _properties(first: Form, second: Form, path: str) -> Form:
 
 
 def _property(form: Form, name: str) -> Any:
-    """Return the schema of one property, which a form may limit without declaring it."""
+    """Return the schema of one property. A form also limits properties that it does not declare."""
     schemas = [form["properties"][name]] if name in form.get("properties", {}) else []
     patterns = form.get("patternProperties", {})
     schemas += [schema for pattern, schema in patterns.items() if re.search(pattern, name)]

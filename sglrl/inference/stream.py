@@ -20,7 +20,7 @@ class Stream:
     """An async iterator of ``Chunk``. ``completion`` has the whole result after the last chunk.
 
     If a caller exits the loop early, ``await stream.aclose()`` stops the request in the engine.
-    Otherwise the request stops when the iterator is garbage-collected.
+    Without ``aclose``, the request stops when the iterator is garbage-collected.
     """
 
     def __init__(

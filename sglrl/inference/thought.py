@@ -1,7 +1,7 @@
-"""Find the markers of the reasoning at the beginning of a turn, and whether it is already open.
+"""Find the texts around the reasoning of a turn, and whether the prompt has opened the reasoning.
 
-The markers are tested with the renderer's own parser. So a grammar begins exactly at the token that
-the renderer reads as the first token of the content.
+These markers are tested with the renderer's own parser. So the grammar for the content begins
+exactly at the token that the renderer reads as the first token of the content.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Final, NamedTuple
 from .renderer import Renderer
 
 _USUAL: Final = ("<think>\n", "</think>", "\n\n")
-"""The markers of most models, for a renderer that cannot write the example."""
+"""The markers of most models. They are tried after the markers in the renderer's example."""
 _EXAMPLE: Final = re.compile(
     r"(?P<opening>.*?)Hm\.\s*(?P<closing><[^<\s]*>)(?P<space>\s*)", re.DOTALL
 )

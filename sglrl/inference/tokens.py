@@ -185,12 +185,12 @@ class TokenizerBox:
         """Whether slow loading is shown on stderr instead of logged."""
         self._tokenizer: Any = None
         self._roles: dict[Any, Roles] = {}
-        """The results by chat template. The key None stands for the model's own template."""
+        """The known roles by chat template. The key None stands for the model's own template."""
         self._shows_tools: set[Any] = set()
         """The chat templates that have written tools. None stands for the model's own template."""
         self._lock = threading.Lock()
         self._waiting: list[Callable[[Exception | None], None]] = []
-        """The callbacks for the end of the thread that loads the tokenizer."""
+        """The callbacks to call when the thread that loads the tokenizer ends."""
         self._waiting_lock = threading.Lock()
 
     def __reduce__(self) -> tuple[type[TokenizerBox], tuple[str]]:

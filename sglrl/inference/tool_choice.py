@@ -73,8 +73,9 @@ def calls_format(renderer: Renderer, choice: ToolChoice) -> Format:
             "calls has no grammar"
         )
     tokens = renderer.added_tokens
-    # An argument with the text of a token of the call would end the call, so exclude these texts.
-    # If calls have no special tokens, exclude all, because their parsers search for other tokens.
+    # A special token of the call within an argument would end the call, so arguments must not
+    # contain the texts of these tokens. If the call has no special tokens, exclude the texts of all
+    # special tokens, because the parser of the call may search for any of them.
     markers = [token for token in tokens if token in style.call] or [*tokens]
     calls = [
         sequence(
@@ -96,6 +97,9 @@ def calls_format(renderer: Renderer, choice: ToolChoice) -> Format:
 
 
 def calls_are_marked(renderer: Renderer) -> bool:
-    """Return whether calls begin with a special token, so that content cannot look like a call."""
+    """Return whether calls begin with a special token, so that content cannot look like a call.
+
+    The result is also True if the style of the calls is not known. ``calls_format`` then raises.
+    """
     style = renderer.call_style
     return style is None or style.begin.startswith(tuple(renderer.added_tokens))

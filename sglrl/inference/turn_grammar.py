@@ -38,7 +38,8 @@ async def turn_grammar(
 
     * The reasoning of the turns is free text.
     * If ``choice`` is not "auto", the turns consist of reasoning and tool calls. A model whose
-      format has reasoning then always reasons. With a given grammar, the model decides.
+      format has reasoning then always reasons. With a given grammar, the model decides whether
+      it reasons.
     * In a conversation with tools, a ``json_schema`` allows either the JSON or tool calls.
     * A ``regex``, ``ebnf`` or ``structural_tag`` that contains a token of the model's format for
       reasoning or calls is used unchanged, because it describes a whole turn.
