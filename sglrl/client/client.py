@@ -243,18 +243,18 @@ class Client(
                 message is text or a list of OpenAI's text parts, which are joined without a
                 separator. Any other part (an image, audio, ...) raises ``InvalidRequest``.
             n: the number of samples per prompt. They share the prompt's prefix cache on one worker.
-                Either all samples of all prompts are submitted at once, or none. The limit is the
-                number of calls in the workers' windows plus ``max_queue``, the calls that may wait
-                at the driver. More samples raise ``InvalidRequest``.
+                All samples of all prompts are submitted at once. The limit is the number of calls
+                in the workers' windows plus ``max_queue``, the calls that may wait at the driver.
+                If there are more samples, none is submitted, and ``InvalidRequest`` is raised.
 
         Keyword Args:
-            tools: descriptions of tools, for the chat template: JSON schemas as in OpenAI's API, or
-                Python functions with type hints and docstrings.
+            tools: the tools that the chat template describes. A tool is a JSON schema as in
+                OpenAI's API, or a Python function with type hints and a docstring.
             template, chat_template_kwargs: arguments for the template (``enable_thinking``, ...).
             continue_final_message: continue the last message, which must be a message of the
                 assistant, instead of beginning a new one. The completion has only the new tokens.
-            renderer: the parser of ``Completion.message``, as in ``session``. None: with ``tools``,
-                or with a grammar for ``messages``, the renderer that fits the chat template.
+            renderer: the parser of ``Completion.message``, as in ``session``. None: the renderer
+                that fits the chat template, if there are ``tools`` or a grammar for ``messages``.
             tool_choice: whether the model must call a tool, as in ``session``.
             logprobs: return the logprob of every output token. See ``Completion.logprobs``.
             top_logprobs: also return this number of most likely tokens at each position.
@@ -264,14 +264,14 @@ class Client(
             timeout: seconds until the call raises ``DeadlineExceeded`` and the engine stops its
                 request. None: the client's timeout.
             worker: the index of the only worker that may run the call. None: any worker.
-            lora: the name of an adapter, see ``load_lora``.
+            lora: the name of a LoRA adapter, see ``load_lora``.
             sampling: a ``SamplingParams``. Other keyword arguments override its fields.
             Others: the fields of ``SamplingParams`` (``max_new_tokens``, ``temperature``, ...). The
                 names of vLLM and OpenAI (``max_tokens``, ...) are accepted too.
 
         Returns:
             For one prompt, a ``Completion``, or a list of ``n`` completions if ``n > 1``. For a
-            list of prompts, a list with such a result for each prompt, in order.
+            list of prompts, a list with this result for each prompt, in order.
 
         Raises:
             UsageError: an argument is wrong, and nothing was sent. The subclass ``InvalidRequest``
@@ -351,9 +351,9 @@ class Client(
             tools, template, chat_template_kwargs, continue_final_message: as for ``generate``.
             allow_rewrite: whether to keep the turns as sampled if the chat template changes them.
                 Some templates change earlier turns when the conversation continues, for example
-                remove their reasoning. If False, the session then branches (see
-                ``Trajectory.branches``). If True, it ignores the change, and appends only the text
-                that the template writes after the last answer.
+                remove their reasoning. False: the session branches at such a change (see
+                ``Trajectory.branches``). True: the session ignores the change, and appends only
+                the text that the template writes after the last answer.
             renderer: the renderer that parses the turns (``Completion.message``) and extends the
                 conversation. It is a name such as "qwen3", or a class of your own, as
                 "module:Class". "template": use no renderer. None: the renderer that fits the chat
@@ -366,7 +366,7 @@ class Client(
             metadata: values to store in the trajectory.
             reward_weights: the weights of rewards (``Session.reward``) by name. Rewards with other
                 names have the weight 1.
-            lora: the name of the adapter that samples the turns.
+            lora: the name of the LoRA adapter that samples the turns.
             sampling: a ``SamplingParams``, the defaults of the turns. A turn can override them.
             Others: the fields of ``SamplingParams``, which override the fields of ``sampling``.
 

@@ -104,10 +104,9 @@ class ScoreMethods(ClientBase):
             i)`` at this temperature. Position 0 has no context, so its value is NaN. With
             ``top_logprobs``, the result is ``Scores``. A list of sequences gives a list of results.
 
-            Each result has a ``version``, the weight version with which the forward pass that
-            computed it was launched. The version may be older than ``weight_version`` when the
-            result arrives. A score that is submitted after ``update_weights`` has returned has the
-            new version.
+            Each result has a ``version``, the weight version at the launch of the forward pass for
+            the last position. When the result arrives, ``weight_version`` may already be newer. A
+            score that is submitted after ``update_weights`` has returned has the new version.
 
             The engine may prefill a text in several parts, and a weight update may happen between
             two parts. With inflight="continue", each part has the version of its own forward pass,
@@ -142,10 +141,10 @@ class ScoreMethods(ClientBase):
             **options: ``timeout``, ``worker``, ``priority`` and ``lora``, as for ``generate``.
 
         Returns:
-            ``NextTokenLogprobs``. Its ``version`` is the weight version with which the forward pass
-            that computed the distribution was launched. It may be older than ``weight_version``
-            when the result arrives. A call that is submitted after ``update_weights`` has returned
-            has the new version.
+            ``NextTokenLogprobs``. Its ``version`` is the weight version at the launch of the
+            forward pass that computed the distribution. When the result arrives,
+            ``weight_version`` may already be newer. A call that is submitted after
+            ``update_weights`` has returned has the new version.
 
         Raises:
             UsageError: an argument is wrong, and nothing was sent. The subclass ``InvalidRequest``
