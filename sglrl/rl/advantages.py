@@ -28,7 +28,8 @@ def group_advantages(rewards: Any, *, normalize: bool = True, epsilon: float = 1
             sequence.
         normalize: whether to divide by the standard deviation. The division gives more weight to
             groups whose rewards differ little. Dr. GRPO omits it (arXiv:2503.20783).
-        epsilon: a number that is added to the standard deviation (which divides by n, not n - 1).
+        epsilon: a number that is added to the standard deviation. The standard deviation divides by
+            n, not by n - 1.
 
     Returns:
         float32, of the same shape. All 0 in a group whose rewards are equal.
@@ -53,13 +54,13 @@ def turn_advantages(
     """Return one advantage per turn, for conversations whose turns are rewarded separately.
 
     The return of a turn is the sum of its reward and the rewards of all later turns. The advantage
-    of a turn is (return - mean) / standard deviation, where both are computed over the turns with
-    the same index in its group. Rewards of earlier turns have no effect. arXiv:2505.11821 reports
-    the effect on agents if all turns share the advantage of their trajectory. If all trajectories
-    have a single turn, the result is the same as for ``group_advantages``.
+    of a turn is (return - mean) / standard deviation. The mean and the standard deviation are
+    computed over the turns of the group with the same index. Rewards of earlier turns have no
+    effect. arXiv:2505.11821 reports the effect on agents of one advantage for all turns. If all
+    trajectories have a single turn, the result is the same as for ``group_advantages``.
 
     Args:
-        rewards: float [b, t], in the layout of ``sglrl.rollouts.stack``, with either padding. The
+        rewards: float [b, t], in the layout of ``sglrl.rollouts.stack``, padded on either side. The
             trajectories of a group are adjacent. Each branch has its own row.
         turn_ids: int64 [b, t], the index of each token's turn, in the same layout.
         group_sizes: number of rows of each group. Without branches, this is
@@ -97,7 +98,7 @@ def turn_advantages(
 
         values = returns[there].gather(1, tokens[there].int().argmax(-1, keepdim=True)).squeeze(1)
         # Equal returns must give exactly 0, as in ``_centred``. Members are sorted by group, so
-        # this finds the first member of each member's group.
+        # ``searchsorted`` finds the first member of each member's group.
         first = torch.searchsorted(members, members)
         differ = mean((values != values[first]).double()) > 0
         centred = (values - mean(values)).masked_fill(~differ, 0.0)

@@ -120,7 +120,8 @@ def importance_ratios(logprobs: Tensor, behavior: Tensor, mask: Tensor) -> Tenso
     """
     _same_shape(logprobs, behavior=behavior, mask=mask)
     # Mask before the exponential, so that values in the padding do not become inf or NaN. Bound
-    # the ratio, because inf times 0 is NaN. Advantages and gradients of clipped tokens can be 0.
+    # the ratio: the advantages and gradients by which it is multiplied can be 0, and inf times 0 is
+    # NaN.
     difference = (_wide(logprobs) - _wide(behavior)).masked_fill(~mask, 0.0)
     return difference.clamp(max=_MAX_LOG_RATIO).exp()
 
@@ -141,15 +142,15 @@ def policy_loss(
     Args:
         logprobs: [b, t], the logprobs of the trained policy, with a gradient.
         old_logprobs: [b, t], the logprobs of the policy to which the clip is relative. Usually this
-            policy sampled the tokens, and these are the ``logprobs`` of the trajectories.
+            policy sampled the tokens, so pass the ``logprobs`` of the trajectories.
         advantages: [b], equal for all tokens of a trajectory (GRPO), or [b, t].
         mask: bool [b, t], the tokens that count. Pass ``loss_mask``.
         clip: how far the ratio may be below and above 1. The upper bound is larger, so that
             unlikely tokens can become likely (DAPO, arXiv:2503.14476). None: no clip.
-        behavior: [b, t], the logprobs of the policies that sampled. Pass this if ``old_logprobs``
+        behavior: [b, t], the logprobs of the policies that sampled. Pass them if ``old_logprobs``
             are of another policy, which is closer to the trained policy. Each token is then
             weighted by old / behavior, as in the decoupled loss of AReaL (arXiv:2505.24298).
-        behavior_cap: upper bound of this weight.
+        behavior_cap: upper bound of the weight old / behavior.
         average: see ``masked_mean``.
 
     Returns:
@@ -212,9 +213,9 @@ def kl_estimate(logprobs: Tensor, reference: Tensor, mask: Tensor | None = None)
     Args:
         logprobs: [b, t], the logprobs of the policy.
         reference: [b, t], the logprobs of the reference policy.
-        mask: bool [b, t], the tokens that count. Elsewhere the result is 0. Pass it if the estimate
-            is part of a loss, because ``masked_mean`` ignores values in the padding, but not NaN in
-            their gradients.
+        mask: bool [b, t], the tokens that count. Elsewhere the result is 0. Pass a mask if the
+            estimate is part of a loss: ``masked_mean`` ignores values in the padding, but not NaN
+            in the gradients of these values.
     """
     _same_shape(logprobs, reference=reference)
     difference = _wide(reference) - _wide(logprobs)
@@ -232,8 +233,8 @@ def masked_mean(values: Tensor, mask: Tensor, average: Average = "tokens") -> Te
         mask: bool [b, t], the tokens that count.
         average: "tokens": the mean over all unmasked tokens, with equal weights (DAPO).
             "sequences": the mean within each trajectory, then the mean over the trajectories with
-            unmasked tokens (GRPO). Tokens of long trajectories then weigh less. A number: the sum
-            divided by b times this number, whatever the lengths are (Dr. GRPO).
+            unmasked tokens (GRPO). Tokens of long trajectories then weigh less. A number n: the
+            sum divided by b times n, regardless of the lengths (Dr. GRPO).
 
     Raises:
         UsageError: shapes are wrong, or ``average`` is unknown.
