@@ -2,7 +2,8 @@
 
 In each training process, TRL calls ``rollout_func`` with the prompts of this process, before it
 computes rewards (https://huggingface.co/docs/trl/grpo_trainer; TRL 1.16). ``SGLangRollouts`` first
-sends the trainer's weights to the engines if they have changed, and then samples.
+sends the trainer's weights to the engines, and then samples. In an evaluation, it sends unchanged
+weights only once.
 """
 
 from __future__ import annotations
@@ -33,21 +34,23 @@ class SGLangRollouts:
     ``generation_kwargs``). The chat template is taken from the trainer's ``processing_class``, and
     its arguments are the config's ``chat_template_kwargs``.
 
-    The trainer weights the loss with the ratio of its own probabilities to those of the engine.
-    TRL's settings for vLLM (``vllm_importance_sampling_correction``, ``..._mode``, ...) apply.
+    The trainer weights the loss with the ratio of its own probabilities to the engines'
+    probabilities. TRL's settings for vLLM (``vllm_importance_sampling_correction``, ``..._mode``,
+    ...) apply.
 
-    Adapters (``peft_config``) are merged into the weights that the engines receive.
+    PEFT adapters (``peft_config``) are merged into the weights that the engines receive.
 
     With several accelerate processes, the main process starts the workers and sends the weights.
     The other processes connect to its pool.
 
     Reward functions receive two further keyword arguments. ``policy_versions`` has the policy
-    version of the first sampled token of each completion. With ``agent``, ``agent_rewards`` has the
-    reward of each episode; see ``agent_reward``.
+    version of the first sampled token of each completion or, with ``agent``, the oldest policy
+    version in each episode. With ``agent``, ``agent_rewards`` has the reward of each episode; see
+    ``agent_reward``.
 
     Args:
-        model: a folder or hub name, whose workers start at the first step. Or a running
-            ``BlockingClient``, which stays open. Or the address of a running pool.
+        model: a folder or hub name: the workers start at the first step. Or a running
+            ``BlockingClient``: it stays open. Or the address of a running pool.
         agent: ``await agent(session, prompt)`` runs an episode of several turns, for example with
             tools or an environment, and returns its reward, as for ``sglrl.rollout``. Observations
             are masked out of the loss. None: sample one turn for each prompt.
@@ -80,7 +83,7 @@ class SGLangRollouts:
         self._launch = launch
         self._client: BlockingClient | None = None
         self._sent: object = None
-        """A value that identifies the weights that the engines have."""
+        """A value that identifies the weights that were sent last."""
 
     def __enter__(self) -> Self:
         return self
@@ -135,7 +138,7 @@ class SGLangRollouts:
         return self._play(prompts, options)
 
     def _start(self, accelerator: Any) -> BlockingClient:
-        """Start the workers in the main process. In other processes, connect to its pool."""
+        """Return the client. In the main process, start the workers if ``model`` is not running."""
         if isinstance(self._model, BlockingClient):
             return self._model
         model = os.fspath(self._model)
@@ -152,10 +155,10 @@ class SGLangRollouts:
         return client or blocking.connect(address).__enter__()
 
     def _send_weights(self, trainer: Any) -> None:
-        """Send the trainer's weights, unless the engines have the same weights."""
+        """Send the trainer's weights. In an evaluation, do not send unchanged weights again."""
         accelerator = trainer.accelerator
         model = accelerator.unwrap_model(trainer.model)
-        # All batches of an evaluation use the same weights, so send these only for the first one.
+        # All batches of an evaluation use the same weights, so send them only for the first batch.
         # A step or a loaded checkpoint changes the weights. torch counts changes in _version.
         changes = [parameter._version for parameter in model.parameters()]
         current = [(id(model), trainer.state.global_step, changes)]

@@ -34,7 +34,7 @@ class Deliveries:
         """For each loop, the futures and outcomes of the engine loop's current tick."""
         self._arrived: dict[asyncio.AbstractEventLoop, deque[tuple[Any, Outcome]]] = {}
         """For each loop, the futures and outcomes that wait for its next iterations. Only the
-        thread of the loop uses the entry."""
+        thread of a loop uses the entry of the loop."""
 
     def add(self, waiter: Waiter, outcome: Outcome) -> None:
         """Deliver an outcome together with the others of this tick. Runs on the engine's loop."""

@@ -52,11 +52,11 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
     Attributes:
         client: the client that runs the queries.
         tokenizer: the model's Hugging Face tokenizer.
-        byte_vocab: the ``Token`` of each id, which has the bytes of the token.
-        str_vocab: the text of each token by id, or the tokenizer's name of the token if its bytes
-            are not UTF-8.
-        cache: the results of queries without adapters, by token ids as int32 bytes. None without
-            ``cache_size``.
+        byte_vocab: by token id, the ``Token`` with the bytes of the token.
+        str_vocab: by token id, the text of the token, or the tokenizer's name of the token if its
+            bytes are not UTF-8.
+        cache: the results of queries without a LoRA adapter, by the prompt's token ids as int32
+            bytes. None without ``cache_size`` and after ``close``.
 
     Args:
         client: a running ``sglrl.Client`` or ``BlockingClient``. The caller keeps ownership.
@@ -99,7 +99,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         self._queries = Queries(self._engine, self._loop, self._keep, top_k, timeout)
         self._engine.pool.weights.on_version.add(self._on_version)
         # Exclude the objects of torch, transformers and these vocabularies from garbage collection.
-        # Otherwise each scan of them stops all threads for a third of a second.
+        # A scan of these objects would stop all threads for a third of a second.
         gc.collect()
         gc.freeze()
         # The client's thread works for the callers' loops. With the default interval, it holds the
@@ -169,7 +169,7 @@ class AsyncSGLTransformer(_AsyncLM):  # type: ignore[misc]
         Raises:
             ValueError: ``token_ids`` is empty.
             UnknownAdapter: ``lora_name`` is not None, and ``client.load_lora`` has loaded no
-                adapter of this name.
+                LoRA adapter of this name.
             InvalidRequest, Overloaded, DeadlineExceeded, WorkerLost, EngineError, Closed: as in
                 ``Client.next_token_logprobs``.
         """

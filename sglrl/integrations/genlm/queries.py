@@ -1,7 +1,8 @@
-"""Send the queries of all callers to the engine, and its results back to them.
+"""Send the queries of all callers to the engine, and the results back to the callers.
 
 Queries made in one tick of an event loop are submitted together, and their results are returned
-together. Equal queries that wait at the same time are one request to the engine.
+together. Equal queries that wait at the same time share one request to the
+engine.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ with warnings.catch_warnings():
 
 
 Key = bytes | tuple[bytes, str, int]
-"""The token ids of a prompt as int32 bytes. With an adapter, a tuple of the token ids, the name of
-the adapter, and a number that differs for each of its versions."""
+"""The token ids of a prompt as int32 bytes. With a LoRA adapter, a tuple of the token ids, the name
+of the LoRA adapter, and a number that differs for each version of the LoRA adapter."""
 
 
 class _Query:
@@ -67,13 +68,14 @@ class Queries:
 
     Attributes:
         inflight: the pending queries by key. Later queries with the same key join them.
-        unanswered: all pending queries, including queries that no other query may join.
+        unanswered: all pending queries, including queries from before a weight update, which new
+            queries must not join.
 
     Args:
         engine: the client that runs the queries.
         loop: the event loop of the client.
-        keep: called on ``loop`` with each prompt's token ids and its result, if the current
-            weights computed it without an adapter.
+        keep: called on ``loop`` with the token ids and the result of each query that the current
+            weights have answered without a LoRA adapter.
         top_k: as in ``AsyncSGLTransformer``.
         timeout: as in ``AsyncSGLTransformer``.
     """
@@ -94,8 +96,8 @@ class Queries:
         self._vocab_size = engine.info.vocab_size
         self._deliveries = Deliveries(loop.loop)
         self._asked: dict[asyncio.AbstractEventLoop, list[tuple[Key, Any]]] = {}
-        """For each loop, the keys and futures of its current tick. Only the thread of the loop uses
-        the entry."""
+        """For each loop, the keys and futures of its current tick. Only the thread of a loop uses
+        the entry of the loop."""
         # The two attributes below are used only on the engine's loop.
         self.inflight: dict[Key, _Query] = {}
         self.unanswered: set[_Query] = set()
@@ -146,7 +148,7 @@ class Queries:
     # --- on the engine's loop ---------------------------------------------------------------------
 
     def forget(self) -> None:
-        """Let no new query join a pending query, which old weights may answer."""
+        """Let no new query join the pending queries, because old weights may answer them."""
         self.inflight.clear()
 
     def _submit(self, asked: list[tuple[Key, Waiter]], begin: int = 0) -> None:

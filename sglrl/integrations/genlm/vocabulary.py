@@ -77,7 +77,7 @@ def _byte_level() -> dict[str, int]:
 
 
 def token_bytes(tokenizer: Any) -> list[bytes]:
-    """Return the bytes of each token, by id. For special and added tokens, this is their text.
+    """Return the bytes of each token, by id. A special or added token has the bytes of its text.
 
     Raises:
         ValueError: the kind of the tokenizer's decoder is unknown, or a token is not in the
@@ -106,7 +106,7 @@ def token_bytes(tokenizer: Any) -> list[bytes]:
 
 
 def _decoders(tokenizer: Any) -> set[str]:
-    """Return the kinds of the tokenizer's decoders. "Spaces" means that marks become spaces."""
+    """Return the kinds of the tokenizer's decoders. "Spaces": ``_SPACE`` becomes a space."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         if hasattr(tokenizer, "sp_model"):

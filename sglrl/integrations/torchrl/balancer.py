@@ -1,4 +1,4 @@
-"""``LoadBalancer``: TorchRL's load balancer for ``AsyncVLLM``, for the replicas of a pool.
+"""``LoadBalancer``: selects replicas of a pool, like TorchRL's load balancer for ``AsyncVLLM``.
 
 A pool already routes all calls of all clients itself. This class is for programs that choose the
 replica of each call.
@@ -36,13 +36,14 @@ class LoadBalancer:
     Args:
         service: an ``AsyncSGLang``. A list of actors, as for TorchRL's class, is not accepted.
         strategy: one strategy, or several in order of preference. "prefix-aware" selects the same
-            replica for prompts with the same prefix, unless it is overloaded. Without a prompt, the
-            next strategy applies. "requests" selects the replica with the fewest unfinished
-            requests, and "kv-cache" the one with the lowest use of the KV cache. "round-robin"
-            selects the replicas in turn. None: "prefix-aware", then "requests".
+            replica for prompts with the same prefix. If this replica is overloaded, "requests"
+            applies. Without a prompt, the next strategy applies. "requests" selects the replica
+            with the fewest unfinished requests. "kv-cache" selects the replica with the lowest use
+            of the KV cache. "round-robin" selects the replicas in turn. None: "prefix-aware", then
+            "requests".
         prefix_length: the length of the prefix in tokens, or in words if the prompt is a text.
-        overload_threshold: a replica is overloaded if its number of unfinished requests exceeds
-            this factor times the mean.
+        overload_threshold: a replica with several unfinished requests is overloaded if their
+            number exceeds this factor times the mean of all replicas.
 
     Raises:
         ValueError: ``service`` is not an ``AsyncSGLang``, a strategy is unknown, or no strategy is
@@ -191,7 +192,7 @@ def _with_seed(arguments: Mapping[str, Any], number: int) -> dict[str, Any]:
 
 
 def _lowest(workers: Iterable[int], load: Callable[[int], tuple[float, ...]]) -> int:
-    """Return the worker with the lowest load. If several have it, select one at random."""
+    """Return the worker with the lowest load. Among equal loads, select a worker at random."""
     loads = {worker: load(worker) for worker in workers}
     lowest = min(loads.values())
     return random.choice([worker for worker, one in loads.items() if one == lowest])

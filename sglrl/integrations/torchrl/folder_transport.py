@@ -33,13 +33,13 @@ class _Latest(msgspec.Struct):
 class FolderTransport:
     """Sends weights as memory-mapped tensordicts in a folder.
 
-    Update n is in folder ``n``. The file ``latest`` is JSON. It holds the number of the last update
-    and, for every tensor, the number of the update that contains its current value.
+    Update n is in folder ``n``. The JSON file ``latest`` contains the number of the last update.
+    For every tensor, it also contains the number of the update with the tensor's current value.
 
     The file is replaced when an update is complete, so a reader never sees half an update. A reader
-    that skipped updates finds the values of all of them, even if each contains only a part of the
-    tensors. The folder of an update is kept while the current or the previous ``latest`` refers to
-    it.
+    that skipped updates finds the current values of all tensors, even if each update contains only
+    some tensors. The folder of an update is kept while the current or the previous ``latest``
+    refers to it.
     """
 
     def __init__(self, folder: str | os.PathLike[str], num_threads: int = 1) -> None:
@@ -48,7 +48,7 @@ class FolderTransport:
         self.read = 0
         """The number of the last update that this object has received."""
         self._series = ""
-        """The series of the last update that this object has received."""
+        """The id of the series of the last update that this object has received."""
 
     def init_all_workers_group(self, model_metadata: Metadata | None = None) -> None:
         """Do nothing, because this transport has no group."""
@@ -79,7 +79,7 @@ class FolderTransport:
                 shutil.rmtree(folder, ignore_errors=True)
 
     def receive_weights(self, timeout: float | None = None, **kwargs: Any) -> Any:
-        """Return the tensors that were updated since the last call by flat name, or None."""
+        """Return the tensors of new updates by flat name. None: there is no new update."""
         latest = self._latest()
         while (latest.series, latest.number) != (self._series, self.read):
             if latest.series != self._series:

@@ -23,8 +23,8 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "stream": (False,),
     "logprob_start_len": (-1,),
 }
-"""The values that are ignored for arguments of TorchRL, vLLM and SGLang that sglrl does not have.
-These values do not change the result."""
+"""Arguments of TorchRL, vLLM and SGLang that sglrl does not have. Each has the values that are
+ignored, because they do not change the result."""
 _INSTEAD: Final = {
     "allowed_token_ids": "give logit_bias, or a regex or grammar",
     "bad_words": "give logit_bias with -inf for the tokens that begin them",
@@ -93,7 +93,7 @@ def understood(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _adapter(request: Any) -> str:
-    """Return the name of the adapter of vLLM's ``LoRARequest``. Its path is not used.
+    """Return the name of the LoRA adapter in vLLM's ``LoRARequest``. The path is not used.
 
     Raises:
         InvalidRequest: the request has no name.

@@ -195,8 +195,8 @@ def unpad(
     ``pad`` at either end. Tokens in between never count as padding.
 
     If the padding token also ends texts (``pad_is_end``), the last token of a row may belong to the
-    text. A batch is padded to its longest row, so the shortest run at the right of all rows is
-    kept as text.
+    text. In a batch that is padded on the right, the longest row has no padding. So the shortest
+    run of padding tokens at the right end is text, and every row keeps this number of them.
 
     Args:
         masks: the attention masks of the rows, or None.
@@ -210,7 +210,7 @@ def unpad(
     if pad_is_end:
         common = min(right for _, right in runs)
         if any(left for left, _ in runs) or len({len(row) for row in rows}) > 1:
-            # The rows are padded on the left, or not at all. The runs at the right are text.
+            # The rows are padded on the left, or not at all. All tokens at the right are text.
             common = max(right for _, right in runs)
     kept = []
     for row, (left, right) in zip(rows, runs, strict=True):

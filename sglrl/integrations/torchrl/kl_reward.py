@@ -20,8 +20,9 @@ def _reject_ray(*args: Any, **kwargs: Any) -> NoReturn:
 class KLRewardTransform(TorchRLKLRewardTransform):  # type: ignore[misc]
     """TorchRL's transform, extended to responses of several lengths with ``pad_output=False``.
 
-    TorchRL 0.14 fails for these, because it stacks the assistant masks of the results. Without
-    these masks, it takes the tokens after the prompt, which are the same for a generated response.
+    TorchRL 0.14 fails for such responses, because it stacks the assistant masks of the results.
+    This class removes the masks. TorchRL then uses the tokens after the prompt, which are the same
+    tokens for a generated response.
 
     Arguments and results are the same as in TorchRL, except that ``use_ray_service=True`` raises
     ``UsageError``.

@@ -33,7 +33,7 @@ class SGLangCollectiveTransport:
 
     Args:
         rank: the rank of this process among the trainer's processes. Only rank 0 may send.
-        world_size: accepted, but not used, because the pool has the number of GPUs.
+        world_size: accepted, but not used, because the pool reports its number of GPUs.
 
     The other arguments are the same as for ``SGLangWeightSyncScheme``. ``device=None`` is GPU 0.
 
@@ -83,7 +83,7 @@ class SGLangCollectiveTransport:
 
         Raises:
             RuntimeError: this process is not rank 0.
-            ValueError: the model has no tensor of this name and shape, or the dtype is not
+            ValueError: the model has no tensor of a given name and shape, or a dtype is not
                 floating-point. Floating-point tensors are cast to the engine's dtype.
         """
         if self.rank:
@@ -146,7 +146,8 @@ def check_pause(mode: PauseMode | None, flush_cache_on_update: bool | None) -> N
     """Check a pause mode.
 
     Raises:
-        ValueError: ``mode`` is not a pause mode, or TorchRL's transport cannot flush with it.
+        ValueError: ``mode`` is not a pause mode, or ``flush_cache_on_update`` is True and
+            TorchRL's transport cannot flush in this mode.
     """
     if mode is not None and mode not in INFLIGHT:
         raise ValueError(f"pause_mode must be one of {set(INFLIGHT)}, got {mode!r}")

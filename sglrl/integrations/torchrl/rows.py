@@ -48,7 +48,7 @@ class Sample(NamedTuple):
         log_probs: float32, the log-probs of the response or of the whole scored sequence.
         assistant_mask: bool [length], the assistant mask of a scored sequence.
         places: bool [width], the positions of ``ids`` in the padded input row.
-        logits: float32 [length, vocabulary].
+        logits: float32 [length, vocabulary], the log-probs of all tokens at each position.
     """
 
     ids: torch.Tensor

@@ -33,16 +33,16 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
 
     Args:
         server_url: the address of a running pool: ``service.server_url`` or ``client.address`` of
-            the process that started it. The address contains a secret.
+            the process that started the pool. The address contains a secret.
         model_path: the model that ``from_pretrained`` starts.
         tp_size: the number of GPUs of each replica.
         dp_size: the number of replicas. Calls are routed among them by cached prefix and load.
         timeout: the default time limit of a call in seconds. Connecting takes at most 10 s.
-        **server_kwargs: arguments of ``sglrl.launch``, including SGLang's server arguments.
-            TorchRL's ``cuda_devices``, ``host``, ``port``, ``num_devices`` (GPUs of each replica)
-            and ``num_replicas`` and vLLM's ``tensor_parallel_size``, ``max_model_len``,
-            ``max_num_seqs`` and ``enforce_eager`` are accepted too. With ``server_url``, only
-            ``keys``, ``insecure`` and ``heartbeat_timeout`` are accepted.
+        **server_kwargs: arguments of ``sglrl.launch``, including SGLang's server arguments. These
+            names of TorchRL are accepted too: ``cuda_devices``, ``host``, ``port``, ``num_devices``
+            (GPUs of each replica) and ``num_replicas``. So are these names of vLLM:
+            ``tensor_parallel_size``, ``max_model_len``, ``max_num_seqs`` and ``enforce_eager``.
+            With ``server_url``, only ``keys``, ``insecure`` and ``heartbeat_timeout`` are accepted.
 
     A pickled service keeps the address. The copy connects to the same pool, and its shutdown does
     not stop the pool.
@@ -172,14 +172,14 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
                 instead of ``prompts``. Both names have the same meaning.
             return_logprobs: whether to fill ``meta_info["output_token_logprobs"]``.
             return_text: whether the results have "text".
-            timeout, timeout_seconds: the time limit in seconds. It also ends the requests in the
-                engine.
+            timeout, timeout_seconds: the time limit in seconds, after which the engine stops the
+                requests. If both are given, ``timeout_seconds`` applies.
             actor_index: the index of the replica to use.
             **kwargs: more sampling parameters, which override ``sampling_params``.
 
         Returns:
-            For one prompt, a dict with "text", "output_ids" and "meta_info". For a list of prompts,
-            a list with such a dict for each prompt, or with ``n`` dicts for each prompt, in order.
+            For one prompt with ``n=1``, a dict with "text", "output_ids" and "meta_info".
+            Otherwise a list with ``n`` of these dicts for each prompt, in order.
 
         Raises:
             ValueError: no prompt or more than one kind of prompt is given, or a prompt or a
@@ -234,7 +234,8 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
     ) -> list[Any]:
         """Call ``client.generate`` for a list of prompts.
 
-        If a load balancer was created, it selects the replica of each prompt.
+        If a load balancer was created and ``worker`` is None, the load balancer selects the replica
+        of each prompt.
         """
         client, balancer = self.client, self._load_balancer
         what, inputs = ("prompt", prompt) if input_ids is None else ("input_ids", input_ids)
@@ -286,7 +287,7 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
         return self._master_address
 
     def get_master_port(self) -> int:
-        """Return a free port, for programs that need one. The weight channel chooses its own."""
+        """Return a free port, for programs that need a port. The weight channel does not use it."""
         if self._master_port is None:
             self._master_port = int(get_open_port())
         return self._master_port
@@ -296,7 +297,7 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
     ) -> None:
         """Form the group of this process and the replicas before the first update.
 
-        Without this call, the first update forms the group.
+        Without this call, or if this service did not start the pool, the first update forms it.
 
         Args:
             master_address: the address at which the replicas reach this process. None: the replicas
@@ -339,7 +340,8 @@ class AsyncSGLang(RLSGLangEngine):  # type: ignore[misc]
 
         Raises:
             RuntimeError: ``init_weight_update_group`` was not called.
-            ValueError: the model has no such tensor, or the dtype is unknown or not floating-point.
+            ValueError: the model has no tensor of this name and shape, or the dtype is unknown or
+                not floating-point.
         """
         torch_dtype = getattr(torch, str(dtype).removeprefix("torch."), None)
         if not isinstance(torch_dtype, torch.dtype):

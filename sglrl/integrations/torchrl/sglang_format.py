@@ -35,7 +35,7 @@ def _plain(prompt: Mapping[str, Any]) -> Any:
         raise InvalidRequest(f"a prompt has text or token ids; it cannot have {sorted(wrong)}")
     if not given:
         raise InvalidRequest("a prompt needs 'prompt' or 'prompt_token_ids', got neither")
-    # In vLLM, the text beside token ids is for display.
+    # In vLLM, a text that is given with token ids is only for display.
     return prompt["prompt_token_ids" if "prompt_token_ids" in given else "prompt"]
 
 

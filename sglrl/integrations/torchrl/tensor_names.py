@@ -11,8 +11,8 @@ from torchrl.weight_update.llm import get_sglang_model_metadata as _of_module
 
 Metadata = Mapping[str, tuple[torch.dtype, torch.Size]]
 _DERIVED: Final = ("inv_freq", "original_inv_freq")
-"""The names of buffers that a model computes when it is created. Checkpoints do not contain them,
-but TensorDicts of modules do."""
+"""The names of buffers that a model computes when it is created. Checkpoints do not contain these
+buffers, but TensorDicts of modules do."""
 
 
 def get_sglang_model_metadata(model: Any) -> dict[str, tuple[torch.dtype, torch.Size]]:

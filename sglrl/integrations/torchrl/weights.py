@@ -41,9 +41,10 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
         master_address: the address at which the replicas reach this process. None: the replicas run
             on this machine.
         master_port: accepted, but not used, because the weight channel chooses its own port.
-        num_gpus: accepted, but not used, because the pool has the number of GPUs.
+        num_gpus: accepted, but not used, because the pool reports its number of GPUs.
         strategy: "tensordict" or "state_dict": how weights are extracted from a model.
-        device: the device that sends. An integer is a GPU, or the CPU if the engines run on CPU.
+        device: the device from which weights are sent. An integer: the GPU with this index, or the
+            CPU if the engines run on the CPU.
         flush_cache_on_update: accepted, but not needed, because cache entries of old weights are
             never used with new weights.
         pause_mode: how an update treats running requests. "retract": they continue, and their KV
@@ -60,7 +61,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
 
     Raises:
         ValueError: an argument is invalid, or ``flush_cache_on_update`` is combined with a
-            ``pause_mode`` with which TorchRL's scheme cannot flush.
+            ``pause_mode`` in which TorchRL's scheme cannot flush.
     """
 
     def __init__(
@@ -160,7 +161,8 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
             *args, **kwargs: accepted as in TorchRL, but not used.
 
         Returns:
-            None without ``engine`` and folder, because the replicas themselves receive updates.
+            The receiver. None if there is neither ``engine`` nor ``remote_addr``, because the
+            replicas then receive updates themselves.
         """
         if engine is None and self.remote_addr is None:
             return None
@@ -220,8 +222,8 @@ class SGLangWeightSender:
         """Send the given weights or, without ``weights``, the weights of the registered model.
 
         Args:
-            weights: a module, or a flat or nested TensorDict or dict, which may contain a part of
-                the tensors.
+            weights: a module, or a flat or nested TensorDict or dict. A TensorDict or dict may
+                contain only some of the tensors.
 
         Returns:
             The ``UpdateReport``, or None for updates through files.
@@ -310,8 +312,8 @@ class SGLangWeightReceiver:
         """Apply the updates in the folder that were not applied before.
 
         Returns:
-            False if there is no new update, or if there is no folder. Without a folder, the sender
-            sends updates to the replicas.
+            Whether there was a new update. Without a folder, the result is always False, because
+            the sender sends updates directly to the replicas.
         """
         folder = self._folder
         if folder is None:

@@ -37,22 +37,22 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         input_mode: "history" (``History``), "text" or "tokens".
         input_key: the key of the input. None: ``(input_mode, "prompt")``, or ``(input_mode,
             "full")`` with ``generate=False``.
-        attention_mask_key: the key of the mask in tokens mode, if the input has no ``(masks_key,
-            "all_attention_mask")``.
+        attention_mask_key: the key of the attention mask in tokens mode. It is used if the input
+            has no ``(masks_key, "all_attention_mask")``.
         generate: whether to sample. If False, compute only the log-probs of the given tokens.
         generate_kwargs: ``sglrl.SamplingParams`` under the names of TorchRL, vLLM or SGLang, and
-            ``timeout``, ``priority``, ``worker`` of ``client.generate``.
+            ``timeout``, ``priority``, ``worker`` and ``lora`` of ``client.generate``.
         tokenizer_kwargs: options for text mode, such as ``add_special_tokens``. ``pad_output``
             controls padding.
         pad_output: whether to return tensors [batch, length], with prompts padded on the left and
             responses padded on the right. If False, each sample has a tensor with its own length.
-            Read these with ``td.get(key, as_list=True)``, ``as_nested_tensor=True`` (strided or
-            jagged) or ``as_padded_tensor=True``.
+            Read these tensors with ``td.get(key, as_list=True)``, ``as_nested_tensor=True``
+            (strided or jagged) or ``as_padded_tensor=True``.
         pad_model_input: accepted as for ``TransformersWrapper`` with ``generate=False``, but not
             used, because the engine packs sequences.
         inplace: True: add the results to the input. False: return only the results. "empty":
-            return the results in an empty tensordict of the input's kind. None: True, or False with
-            several samples.
+            return the results in an empty tensordict of the input's kind. None: True, or False if
+            ``num_samples`` is set.
         device: the device of the results if the input has no device.
         layout: the layout of nested tensors that TorchRL's transforms make from the results.
         num_samples: the number of samples per prompt, which adds one batch dimension. ``n`` and
@@ -61,8 +61,9 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         return_log_probs: whether to return log-probs. None: True.
         batching, min_batch_size, max_batch_size, batching_timeout: accepted, but not used. Calls
             from several threads run together in the engine, so no call waits for another.
-        prefer_tokens: whether to generate in history mode from the tokens in ``(tokens_key,
-            "prompt")`` or else ``(tokens_key, "full")``, if the input has one of them.
+        prefer_tokens: whether history mode generates from tokens of the input, if it has them,
+            instead of from its history. The tokens are ``(tokens_key, "prompt")`` or, if they are
+            missing, ``(tokens_key, "full")``.
 
     The results of a sample are ``Tokens`` and ``LogProbs`` (prompt, response, full), ``Masks``,
     ``Text`` and ``ChatHistory``; see ``rows.py``. A log-prob belongs to the sampling distribution
@@ -243,11 +244,11 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
             tensordict_out: the tensordict that receives the results; overrides ``inplace``.
             logits_only: with ``generate=False``, also return "logits": the log-probs of the whole
                 vocabulary, float32 [length, vocabulary] per sample. The first row is 0. Without
-                ``tensordict_out``, only the results are returned.
+                ``tensordict_out``, only the results are returned, and ``inplace`` has no effect.
             **kwargs: sampling values for this call. They override ``generate_kwargs``.
         """
         if self.input_key not in tensordict:
-            # Deeper keys are internal to a History.
+            # Keys of more than two names are internal to a ``History``.
             given = [
                 key
                 for key in tensordict.keys(include_nested=True)
@@ -276,7 +277,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         size = (*shape, self.num_samples) if self.num_samples else tuple(shape)
         out = make_rows(samples, keys, self.pad_output, self.padding_value, device, size)
         if tensordict_out is None:
-            # Ragged logits only fit into a lazy stack, which the input may not be.
+            # Logits of different lengths need a lazy stack. The input may be another tensordict.
             if self.inplace is False or logits_only:
                 return out
             tensordict_out = tensordict if self.inplace is True else tensordict.empty()
@@ -322,7 +323,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
 
     def _score(self, inputs: Sequence[TensorDictBase]) -> list[Sample]:
         prompts = self._reader().read(inputs)
-        # A row that consists of padding has no tokens to score.
+        # A row that consists only of padding has no tokens to score.
         asked = [prompt.ids.numpy() for prompt in prompts if len(prompt.ids)]
         scores = iter(self.client.score(asked, **self._call) if asked else ())
         samples = []
@@ -358,8 +359,8 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
     ) -> Any:
         """Return the model's whole distribution at every position.
 
-        Positions without a token are masked; ``mask_key`` selects a different mask. TorchRL's
-        ``_get_sft_dist`` and similar methods use other masks.
+        By default, positions without a token are masked. ``mask_key`` selects another mask.
+        TorchRL's ``_get_sft_dist`` and similar methods use other masks.
 
         Each token costs one query and 4 bytes per vocabulary entry. The result has no gradient, so
         it is for inspection and comparison, not for training.
