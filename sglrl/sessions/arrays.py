@@ -20,7 +20,7 @@ ROUTED_DTYPES: Final = (np.dtype("u1"), np.dtype("<i2"))
 
 
 class Leaf(Protocol):
-    """The properties of a ``Trajectory`` without branches that this module reads."""
+    """A ``Trajectory`` without branches, with the properties that this module reads."""
 
     @property
     def loss_mask(self) -> NDArray[np.bool_]: ...
@@ -33,7 +33,9 @@ class Leaf(Protocol):
 
 
 def read_only(name: str, values: Any, dtype: np.dtype[Any]) -> NDArray[Any]:
-    """Return ``values`` as a read-only array of this dtype, and copy them only if necessary.
+    """Return ``values`` as a read-only array of this dtype.
+
+    A contiguous read-only array of this dtype is returned without a copy.
 
     Raises:
         UsageError: the values are not a one-dimensional array, or do not fit the dtype.
@@ -80,7 +82,7 @@ def joined_masks(
 
 
 def routed_stop(path: Sequence[Completion]) -> int:
-    """Return how many tokens of a conversation, from the first one on, have routed experts."""
+    """Return the first position of a conversation that has no routed experts."""
     stop = 0
     for turn in path:
         rows = turn.routed_rows
@@ -172,7 +174,7 @@ def checked_mask(
 def joined_loras(
     size: int, starts: Sequence[int], turns: Sequence[Completion]
 ) -> NDArray[np.int32] | None:
-    """Return ``Trajectory.lora_versions`` of a response of ``size`` tokens.
+    """Return ``Trajectory.lora_versions`` of a response of ``size`` tokens, or None without LoRA.
 
     Args:
         starts: for each turn, the position at which its tokens begin.
@@ -188,7 +190,7 @@ def joined_loras(
 
 
 def checked_loras(values: Any, sampled: NDArray[np.bool_]) -> NDArray[np.int32] | None:
-    """Return ``Trajectory.lora_versions`` as a read-only array, or None.
+    """Return ``Trajectory.lora_versions`` as a read-only array. Return None unchanged.
 
     Raises:
         UsageError: the values do not match the tokens and the loss mask of the response.

@@ -4,12 +4,12 @@ A template renders whole conversations. Rendering a conversation again gives tex
 that text may differ from the sampled tokens. A session therefore keeps its tokens and appends only
 the text that the template writes after the assistant's answer: the end of the turn, the new
 messages, and the beginning of the next turn. The result is the same conversation only if the
-template does not change the earlier text, which this module checks. If the template changes it, the
-session branches: the prompt of its next turn is the whole conversation, rendered again.
+template renders the earlier text as before. This module checks it. If the template changes the
+earlier text, the session branches: its next prompt is the whole conversation, rendered again.
 
 A template may render the answer in another form. It may trim white space, or write the arguments of
-a call in another order. The session still keeps the sampled tokens then. A template that removes
-the reasoning of the answer, or a part of its text, changes the conversation.
+a call in another order. In these cases, the session keeps the sampled tokens. If the template
+removes the reasoning of the answer, or a part of its text, the session branches.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..errors import InvalidRequest
 from ..inference.prompts import Message
 
 Render = Callable[[Sequence[Message]], str]
-"""Applies the template to messages and returns the text up to the assistant's next turn."""
+"""Applies the template to messages. The text includes the prompt of the assistant's next turn."""
 
 _MARK = "\u2063\u2062answer\u2062\u2063"
 """Stands for the answer in a rendered text: invisible characters that no template trims."""
@@ -35,8 +35,8 @@ class Continued(NamedTuple):
     Attributes:
         text: the text after the answer, or the whole conversation if ``rewritten`` is True.
         rewritten: whether the template renders earlier text differently.
-        only_form: True if ``rewritten`` is True only because the end of the answer was not found in
-            the rendered text. A renderer may then still extend the sampled tokens.
+        only_form: True if ``rewritten`` is True only because the answer has tool calls, so that its
+            end cannot be found in the rendered text. A renderer may be able to find the end.
     """
 
     text: str
@@ -58,8 +58,8 @@ def continued(
 
     Args:
         history: the messages before the answer.
-        text: the sampled text, without the stop token.
-        answer: the sampled text as a message.
+        text: the text of the answer, without its end token.
+        answer: the answer as a message.
         new: the messages that follow the answer.
         allow_rewrite: append the template's text after the answer even if the template renders
             ``history`` or the answer differently when ``new`` follows.
@@ -98,7 +98,7 @@ def _thinks(text: str, answer: Message, parsed: str) -> bool:
     """Return whether a parsed answer has a reasoning block, which may be empty.
 
     Args:
-        text: the sampled text. A reasoning block comes before the content.
+        text: the text of the answer. A reasoning block comes before the content.
         parsed: the content before the calls.
     """
     begin = _without_space(parsed)

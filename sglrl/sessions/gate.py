@@ -23,7 +23,7 @@ class Gate:
         """A future that is done when the gate opens, or None while the gate is open.
 
         All waiting turns share the future, so none of them may cancel it. A turn that has waited
-        for it must increment ``inside`` without an ``await`` in between.
+        for the future must increment ``inside`` before its next ``await``.
         """
         self._empty: asyncio.Future[None] | None = None
 
@@ -31,7 +31,7 @@ class Gate:
         """Wait until the gate is open, or ``closed`` is done.
 
         Args:
-            limit: the time limit of the task. Its clock stops during this wait.
+            limit: the time limit of the task. The time of this wait does not count.
         """
         clock = asyncio.get_running_loop().time
         until = None if limit is None else limit.when()

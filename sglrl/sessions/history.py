@@ -31,7 +31,8 @@ class Position(NamedTuple):
     Attributes:
         last: the turn after which the session goes on, or ``ROOT`` before the first turn.
         tokens: all tokens up to this place, int32 bytes.
-        prompt_bytes: how many bytes of ``tokens`` come before the first turn of the conversation.
+        prompt_bytes: the size in bytes of the conversation's first prompt, at the start of
+            ``tokens``.
         dialogue: the conversation up to this place.
         begins: whether this place is at the beginning of a turn of the assistant, before its first
             sampled token. If False, it is after a sampled turn.
@@ -49,7 +50,7 @@ class Position(NamedTuple):
         """Return whether messages may follow at this place.
 
         Args:
-            promptless: whether the session has no prompt, so that its first observation is one.
+            promptless: whether the session has no prompt, so that observations begin it.
         """
         return self.dialogue.messages is not None or (promptless and not self.tokens)
 
@@ -112,17 +113,17 @@ class History:
         given: list[Message] | None,
         observed: Sequence[Observation],
     ) -> tuple[Position, list[Observation]]:
-        """Return the place before a turn with its prompt, and the observations after the prompt.
+        """Return the place after the prompt of a turn, and the observations that follow there.
 
-        Observations before the first turn, and after ``go_back``, belong to the prompt, because
-        agents often reset their environment after the session was opened. Observed messages extend
-        the conversation of ``place``. If the result begins with the messages of an earlier turn,
-        the exact tokens of that turn are kept, as by ``Session.rewrite``.
+        Messages that were observed before the first turn, or after ``go_back``, belong to the
+        prompt, because agents often reset their environment after the session was opened. They
+        extend the conversation of ``place``. If the extended conversation begins with the messages
+        of an earlier turn, the exact tokens of that turn are kept, as by ``Session.rewrite``.
 
         Args:
             place: a place at the beginning of a turn.
             given: the messages of the conversation, or None for the prompt of ``spec``.
-            observed: the observations since the session is at this place.
+            observed: the observations that were made at this place.
 
         Raises:
             InvalidRequest: there is no prompt, or the chat template rejects it.
@@ -196,7 +197,7 @@ class History:
         return Position(turn, prompt + sampled, start, dialogue, False, held)
 
     def find(self, messages: Sequence[Message]) -> int:
-        """Return the turn whose conversation is the longest prefix of messages, or ``ROOT``.
+        """Return the turn whose conversation is the longest prefix of messages. ``ROOT``: none.
 
         White space around the content of an assistant's message makes no difference.
         """
@@ -219,7 +220,7 @@ class History:
         return len(self._dialogues[turn].messages or ()) + 1
 
     def messages(self, turn: int) -> list[dict[str, Any]] | None:
-        """Return the messages up to the end of a turn, or None if its prompt was not messages."""
+        """Return the messages up to the end of a turn, or None if its prompt is not messages."""
         dialogue = self._dialogues[turn]
         if dialogue.messages is None:
             return None
@@ -258,8 +259,8 @@ class History:
             return None
         completion = self.turns[turn]
         ids = completion.output_ids
-        # Also test the model's end tokens, because stop_match is not an end token with ignore_eos
-        # or a stop string.
+        # With ignore_eos or a stop string, stop_match is not the end token of the turn, so also
+        # compare with the model's end tokens.
         ends = {completion.stop_match, *self._specs[turn].requests.info.eos_token_ids}
         return int(ids[-1]) if len(ids) and int(ids[-1]) in ends else None
 

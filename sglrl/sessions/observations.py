@@ -25,8 +25,10 @@ class Dialogue(NamedTuple):
 
     Attributes:
         messages: all messages before this turn, or None if the session did not begin with messages.
-        begun: the text of this turn that is part of the prompt, with ``continue_final_message``.
-        answer_at: the offset in bytes, among all tokens, at which the rest of this turn begins.
+        begun: the beginning of this turn's text, if the prompt contains it
+            (``continue_final_message``), otherwise "".
+        answer_at: the offset in bytes of this turn's first sampled token in the bytes of all
+            tokens.
     """
 
     messages: list[Message] | None
@@ -141,7 +143,7 @@ def answer_of(
 
 
 def _message_of(text: str, dialogue: Dialogue, said: AssistantMessage | None) -> dict[str, Any]:
-    """Return the message of a turn with this text, or of the parsed turn."""
+    """Return the message of the parsed turn, or a message with ``text`` if ``said`` is None."""
     if said is None:
         return {"role": "assistant", "content": text}
     message = said.as_dict()

@@ -278,8 +278,8 @@ class Session:
 
         The calls of a turn run at the same time. Their results are observed as messages with the
         role "tool": texts unchanged, and other values as JSON. A call fails if it is not valid, or
-        if the tool does not exist, raises or takes too long. The message is then "error: " and the
-        reason. ``session.metadata["tool_errors"]`` lists all errors.
+        if the tool does not exist, raises or takes too long. The message of a failed call is
+        "error: " and the reason. ``session.metadata["tool_errors"]`` lists all errors.
 
         Args:
             tools: a mapping from names in the schemas to tools, or a list of functions with these
@@ -287,7 +287,7 @@ class Session:
                 runs in a thread. Tools get the arguments of a call by name.
             max_turns: the largest number of turns to sample.
             timeout: seconds for each call. A call that ignores its cancellation is not waited for.
-            on_error: "observe" errors as results, or "raise" the first ``ToolError`` of a turn.
+            on_error: "observe" makes errors results. "raise" raises the first ``ToolError``.
             max_result: the largest number of characters of a result that are observed.
             **values: the sampling values of each turn, as for ``generate``.
 
@@ -297,7 +297,8 @@ class Session:
 
         Raises:
             ToolError: a call failed, and ``on_error`` is "raise".
-            WorkerLost: the worker process that runs the tools is lost. ``generate`` raises others.
+            WorkerLost: the actor that runs a tool has lost its state. Errors of ``generate`` are
+                raised too.
         """
         limits = {"max_turns": max_turns, "timeout": timeout, "max_result": max_result}
         return await run_tools(self, tools, on_error=on_error, **limits, **values)  # type: ignore[arg-type]
@@ -366,8 +367,8 @@ class Session:
         branch. Observations since the last turn are discarded.
 
         Args:
-            after: the index in ``turns`` of the turn with whose messages ``messages`` begin. The
-                answers may then have another form. None: compare the messages to find the turn.
+            after: the index in ``turns`` of the last turn to keep. ``messages`` must begin with the
+                messages up to this turn, which are not compared. None: compare the messages.
 
         Raises:
             InvalidRequest: a message lacks a field.
@@ -433,7 +434,7 @@ class Session:
 
     @property
     def oldest_version(self) -> int | None:
-        """The policy version of the first sampled token, or a lower bound before it is known."""
+        """A lower bound of the model versions of all sampled tokens. None before the first turn."""
         return self._shared.oldest.get(MODEL)
 
     @property

@@ -34,9 +34,9 @@ class SessionSpec:
 
     Args:
         options: the options of ``Client.session``. None: their defaults.
-        prompt, messages, input_ids: the prompt. At most one of them may be given. Without a
-            prompt, the first observation of the session is its prompt, or the session serves other
-            conversations over HTTP, each with a ``sibling`` of this spec.
+        prompt, messages, input_ids: the prompt. At most one of them may be given. A session without
+            a prompt begins with an observation, or serves conversations over HTTP. Each of these
+            has a ``sibling`` of this spec.
 
     Attributes:
         promptless: whether the spec has no prompt.
@@ -78,18 +78,18 @@ class SessionSpec:
             several, (conversation, *_) = check_messages(messages)
             if several:
                 raise InvalidRequest("a session has one prompt, got a list")
-            # Copy the messages: they are read later, and the caller may change them before.
+            # Copy the messages, because the caller may change them before they are read.
             messages = self.messages = [dict(message) for message in conversation]
             if self.template.pop("continue_final_message", False):
                 self.begun = str(self.messages[-1].get("content") or "")
                 self.messages = self.messages[:-1]
         self._given = prompt, None, messages, template
-        """The arguments that encode the prompt."""
+        """The arguments of ``Requests.encode_prompts`` for the prompt."""
         self.renderer: Renderer | None = None
         """The renderer that parses and extends the conversation. ``ids`` sets it."""
         self._searched = False
         self._later_tools: list[Any] = []
-        """The schemas of tools that only messages describe, not the prompt's list of tools."""
+        """The schemas of tools that messages describe. The prompt's list of tools lacks them."""
         self.warned = False
         """Whether a warning was logged because the prompt is too long."""
         self.routed_from = 0
@@ -245,13 +245,13 @@ class SessionSpec:
         return ids
 
     async def _find_renderer(self, messages: Sequence[Message] | None, prompt: bytes) -> None:
-        """Find the renderer in the first call, and check that it encodes the messages alike.
+        """Find the renderer in the first call. Check that it encodes the messages as ``prompt``.
 
         Args:
-            messages: the messages of which ``prompt`` has the tokens. None: skip the check.
+            messages: the messages of the prompt. None: skip the check.
 
         Raises:
-            InvalidRequest: the renderer that the user has named makes other tokens of the messages.
+            InvalidRequest: the renderer that the user has named encodes the messages differently.
         """
         name, unused = self.options.renderer, self.options.allow_rewrite
         if self._searched or unused or (self.messages is None and messages is None):
@@ -277,7 +277,7 @@ class SessionSpec:
     async def with_grammar(
         self, prepared: Prepared, choice: ToolChoice | None, parallel: bool, prompt: bytes
     ) -> Prepared:
-        """Return the values of a turn with the grammar of the whole turn.
+        """Return the sampling values of a turn with a grammar that fits the tool choice.
 
         ``ids`` must have been called before, because it finds the renderer.
 

@@ -23,8 +23,8 @@ class Shared:
     Attributes:
         closed: whether the session is closed. No turn begins afterwards.
         refused: whether a turn failed because the client no longer accepts calls.
-        running: the turns that are being sampled, with a lower bound of the policy versions of
-            their first token, or None if no bound is known yet.
+        running: for each turn that is being sampled, a lower bound of the policy versions of its
+            first token. None: no bound is known yet.
         generating: the seconds during which at least one turn was being sampled.
     """
 
@@ -41,7 +41,7 @@ class Shared:
 
     @property
     def oldest(self) -> dict[str, int]:
-        """For each policy that has sampled a token, a lower bound of its versions."""
+        """For each policy, a lower bound of its versions in the ended and the running turns."""
         bounds = [versions for versions in self.running.values() if versions is not None]
         return oldest_of([self._oldest, *bounds])
 
@@ -51,7 +51,7 @@ class Shared:
             turn.end_turn()
 
     def enter(self) -> None:
-        """Count a turn that is sent to an engine."""
+        """Count a running turn."""
         if not self._sampling:
             self._since = now()
         self._sampling += 1

@@ -29,7 +29,7 @@ _PADDING: Final[dict[str, float]] = {
     "mask_lengths": 0,
     "lora_versions": -1,
 }
-"""The padding of each key. ``routed_experts`` is padded with the experts 0 to k - 1 instead."""
+"""The padding by key. ``input_ids`` and ``routed_experts`` have other padding; see ``stack``."""
 
 
 class TrajectoryArrays(Protocol):

@@ -98,8 +98,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         messages: the conversation, with the assistant's answers, if the session began with
             messages; otherwise None.
         branches: the other conversations of the same run, in the order in which they ended. A run
-            has several if the agent went back or began anew, or if the chat template rewrote
-            earlier turns. Each turn is in exactly one of the ``leaves``.
+            has several conversations if the agent went back or began anew, or if the chat template
+            rewrote earlier turns. Each turn is in exactly one of the ``leaves``.
         sampling_mask: the tokens that could be drawn at each position of the response, or None. The
             set is empty where ``loss_mask`` is False, and in turns without
             ``return_sampling_mask``.
@@ -262,9 +262,9 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
 
     @classmethod
     def from_record(cls, record: Record, oldest: dict[str, int] | None = None) -> Trajectory:
-        """Make a trajectory from the record of another process of this run.
+        """Make a trajectory from a record that another process of this run has sent.
 
-        The constructor in that process has checked the values.
+        The sender made the record from a valid trajectory, so only the lengths are checked.
 
         Args:
             oldest: ``oldest_versions`` of the trajectory, if they are known.
@@ -383,7 +383,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
 
         Raises:
             UsageError: the trajectory has no tokenizer, for example because it was loaded without
-                one. The subclass ``InvalidRequest``: the model has no usable tokenizer.
+                one. The error is the subclass ``InvalidRequest`` if the model has none.
         """
         return self._text_of(self.response_ids)
 
@@ -447,7 +447,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
 
     @property
     def oldest_version(self) -> int:
-        """The oldest model version that sampled a token, including branches. -1: no tokens.
+        """The oldest model version that sampled a token, including branches. -1: none sampled.
 
         ``oldest_versions`` also has the versions of adapters.
         """
@@ -460,7 +460,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
 
     @property
     def newest_version(self) -> int:
-        """The newest model version that sampled a token, including branches. -1: no tokens."""
+        """The newest model version that sampled a token, including branches. -1: none sampled."""
         return max(int(leaf.versions.max(initial=-1)) for leaf in (self, *self.branches))
 
     @property
@@ -476,10 +476,10 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
         return ids
 
     def to_tensordict(self, layout: Layout = "padded", **options: Any) -> TensorDict:
-        """Return the trajectory as a TensorDict without a batch dimension: tensors of [t] and [].
+        """Return the trajectory as a TensorDict without a batch dimension.
 
-        Without ``pad_to`` nothing is padded, and both layouts are the same. Options, keys and
-        errors are those of ``stack``.
+        Tensors have the shape [t] or []. Without options nothing is padded, and both layouts are
+        the same. Options, keys and errors are those of ``stack``.
 
         Raises:
             UsageError: the trajectory has branches. Use ``stack`` or ``leaves`` for these.

@@ -6,7 +6,7 @@
     4 bytes   version of the format, little endian, like all later numbers
     8 bytes   number of records
     each record:
-        8 bytes   length of the trajectory
+        8 bytes   length of the trajectory in bytes
         4 bytes   CRC-32 of the trajectory
         the trajectory as a msgpack array (``Record``)
 """
@@ -50,7 +50,7 @@ def save(path: str | os.PathLike[str], trajectories: Given[Trajectory]) -> None:
 
     Raises:
         UsageError: an item is not a ``Trajectory`` or a ``Group``, or metadata cannot be encoded.
-        OSError: the folder is not writable. Nothing has changed.
+        OSError: the folder is not writable. ``path`` is unchanged.
     """
     with new_content(path) as file:
         file.write(_HEADER.pack(_MAGIC, _VERSION, 0))

@@ -20,7 +20,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False)
     Attributes:
         start, stop: the turn's tokens are ``response_ids[start:stop]``. The range is empty if the
             turn was aborted before its first token.
-        reward: the reward of this turn: a weighted sum of its rewards, with and without names.
+        reward: the weighted sum of all rewards of this turn, with and without names.
         finish_reason: "stop", "length" or "abort", as in ``Completion``.
         worker: index of the worker that finished the turn, or -1 if no worker did.
         cached_tokens: tokens of the turn's prompt that came from the prefix cache.
@@ -29,8 +29,8 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False)
         seconds: seconds from submission to the end.
         seconds_before: seconds from the end of the previous turn to the submission of this one.
             Tools and the environment use this time. 0 for the first turn.
-        rewards: the named rewards, which are part of ``reward``.
-        lora: the name of the adapter that sampled the turn, or "" without an adapter.
+        rewards: the named rewards. ``reward`` includes them.
+        lora: the name of the LoRA adapter that sampled the turn, or "" without an adapter.
     """
 
     start: int

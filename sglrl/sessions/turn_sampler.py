@@ -66,7 +66,7 @@ class TurnSampler:
                 future.set_exception(Closed("the session was closed"))
 
     async def begin(self) -> None:
-        """Begin a turn: wait at the gate. Call ``end`` afterwards.
+        """Wait at the gate, and begin a turn. ``end`` must be called when the turn ends.
 
         Raises:
             Closed: the session is closed.
@@ -140,7 +140,7 @@ class TurnSampler:
             if self.has_closed:
                 raise Closed("the session was closed")
             if completion is None or not len(completion.output_ids):
-                # The turn has no token yet, and none of its tokens will have an older version.
+                # The turn has no token yet. No token will come from versions older than these.
                 running[self] = spec.requests.versions(lora)
             if not ids.startswith(self._route.tokens):
                 self._route = Route(b"")
@@ -186,10 +186,10 @@ class TurnSeeds:
         self._forks = 0
 
     def of_turn(self, seed: int) -> int:
-        """Return the seed of the next turn for a seed that the user has given.
+        """Derive the seed of the next turn from the user's seed.
 
         Raises:
-            InvalidRequest: the given seed is not an integer in ``0..MAX_SEED``.
+            InvalidRequest: the user's seed is not an integer in ``0..MAX_SEED``.
         """
         check_integer("seed", seed, 0, MAX_SEED)
         return derived_seed(seed, *self.path, self._turns)

@@ -10,7 +10,7 @@ One_co = TypeVar("One_co", covariant=True)
 
 
 class WholeGroup(Protocol[One_co]):
-    """A ``rollouts.Group``, which cannot be imported here from the higher package."""
+    """The part of ``rollouts.Group`` used here. ``rollouts`` is higher, so do not import it."""
 
     @property
     def trajectories(self) -> Sequence[One_co]: ...
