@@ -99,7 +99,7 @@ async def play(
 
     Raises:
         NotAsync: the agent is not a coroutine function.
-        TimeoutError: the agent returned after its time limit. ``is_late`` is then true.
+        TimeoutError: the agent took longer than its time limit. ``is_late(limit)`` is then true.
         UsageError: the agent returned neither a reward nor a trajectory.
         InvalidRequest: the agent failed, and the prompt of the item leaves no room for a response.
         BaseException: the agent's own exceptions.
@@ -166,7 +166,7 @@ def too_late(timeout: float | None, error: BaseException | None) -> DeadlineExce
 
 
 def as_failure(error: BaseException) -> Exception:
-    """Convert the exception of an agent, which the run has not cancelled, to an ``Exception``."""
+    """Convert an agent's exception to an ``Exception``. The run must not have cancelled it."""
     if isinstance(error, asyncio.CancelledError):
         failure = SglrlError("the agent was cancelled by something that it awaited")
     elif isinstance(error, SystemExit):
@@ -211,8 +211,8 @@ def session_of_sample(
 ) -> Session:
     """Return the session of one sample of a run.
 
-    The numbers ``item`` and ``sample`` are added to the metadata, unless it has these names.
-    These numbers and ``tries``, the number of earlier attempts, select the seeds of the turns.
+    The indices ``item`` and ``sample`` are added to the metadata, unless it has these names. These
+    indices and ``tries``, the number of earlier attempts, select the seeds of the turns.
     """
     session = Session(spec, gate, on_turn, (item, sample, tries))
     session.metadata.setdefault("item", item)

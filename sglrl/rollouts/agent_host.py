@@ -71,7 +71,7 @@ class AgentHost(Protocol):
 
     @property
     def room_for_suspect(self) -> bool:
-        """Whether a suspect can run apart from other suspects: see ``core/rollout_plan.py``."""
+        """Whether a process without suspects is free for one (``core/rollout_group.SUSPECT``)."""
 
     @property
     def turns_running(self) -> int | None:

@@ -31,7 +31,7 @@ _OWN: Final = "sglrl."
 class Settings(NamedTuple):
     """The settings that the processes of one run need. They are pickled for the fork server.
 
-    All other fields are arguments of ``rollout`` or values of its client.
+    Fields without a description here are arguments of ``rollout`` or values of its client.
 
     Attributes:
         driver: the process id of the driver.
@@ -87,8 +87,8 @@ class Outcome(msgspec.Struct, array_like=True, frozen=True):
 def body_of(error: Exception) -> ErrorBody:
     """Encode an error for the driver.
 
-    The driver can restore errors of sglrl as their class, to decide on retries. Other errors are
-    sent with a traceback, which shows their origin.
+    The driver restores errors of sglrl with their class, because retries depend on the class. Other
+    errors are sent with a traceback, which shows their origin.
     """
     for cls in type(error).__mro__:
         if DRIVER_ERRORS.get(cls.__name__) is cls:

@@ -42,13 +42,13 @@ if TYPE_CHECKING:
     from ..client.client import Client
 
 _ANY_NUMBER: Final = 1 << 30
-"""The size of the actor's queues. It is no real limit, because the run limits the samples."""
+"""The size of the actor's queues, in effect no limit: the run itself limits the samples."""
 _HANG_SECONDS: Final = 300.0
 _MIN_HANG_SECONDS: Final = 10.0
 """The bounds of the time after which a process with a blocked event loop is killed.
 
 The time is the timeout of the samples, but at least ``_MIN_HANG_SECONDS`` and at most
-``_HANG_SECONDS``.
+``_HANG_SECONDS``. Without a timeout, it is ``_HANG_SECONDS``.
 """
 _call_arguments: Final = Body(Any)
 _START_SECONDS: Final = 120.0
@@ -56,13 +56,13 @@ _SHUTDOWN_SECONDS: Final = 5.0
 _RESTARTS: Final = 12
 """The largest number of restarts of one process per minute.
 
-Starts are quick, and one sample may kill several processes.
+The number is high, because starts are quick and one sample may kill several processes.
 """
 _SUSPECT_DEATHS: Final = 4
-"""How many deaths of processes in a row, without an outcome of a sample, the run accepts.
+"""The number of deaths of processes in a row that end the run, divided by the process count + 1.
 
-The run ends after this number of deaths times one more than the number of processes. A single item
-kills fewer processes than that: see ``core/rollout_plan.py``.
+Deaths are in a row if no outcome of a sample arrives in between. A single item kills fewer
+processes: see ``core/rollout_group.MAX_LOSSES``.
 """
 
 
@@ -70,7 +70,8 @@ class _Away:
     """A sample that runs in another process. This object is the ``Reply`` of its call.
 
     Attributes:
-        alone_in: the index of the process that runs this sample as its only suspect, or None.
+        alone_in: the index of the process that runs this sample as its only suspect, or None if
+            the sample is not a suspect.
     """
 
     __slots__ = ("alone_in", "call", "processes", "sample")
@@ -127,7 +128,7 @@ class AgentProcesses(DriverListener):
         self._on_room = on_room
         self._running: dict[core.Sample, _Away] = {}
         self._suspects: set[int] = set()
-        """The indices of the processes that run a suspect: see ``core/rollout_plan.py``."""
+        """The indices of the processes that run a suspect: see ``core/rollout_group.SUSPECT``."""
         self._arguments: dict[core.Group, Mapping[str, Any] | None] = {}
         """The arguments of a group's sessions. None: the processes derive them from the item."""
         self._dead: set[Any] = set()
@@ -283,7 +284,7 @@ class AgentProcesses(DriverListener):
     # --- ends of samples --------------------------------------------------------------------------
 
     def oldest_versions(self, sample: core.Sample) -> Versions:
-        """Return no versions, because the process of the sample checks its staleness itself."""
+        """Return no versions, because the sample's process checks the sample's staleness."""
         return {}
 
     def give_up(self, sample: core.Sample, reason: str) -> None:

@@ -39,8 +39,8 @@ class _Attempt:
     """One attempt of a sample, and the owner of its task.
 
     Attributes:
-        task: the task that runs the agent, or None before its first step. A task that is cancelled
-            before its first step would end without running any code.
+        task: the task that runs the agent, or None before its first step. ``give_up`` does not
+            cancel the task before, because the task would end without a report.
         given_up: the reason why the sample was given up, or "".
     """
 
@@ -172,7 +172,7 @@ class AgentTasks:
             self._running.pop(attempt.sample, None)
 
     def _report(self, attempt: _Attempt, end: End) -> None:
-        # An abandoned agent may end later, when another attempt of its sample runs. Ignore it.
+        # An abandoned agent may end while another attempt of its sample runs. Ignore this end.
         if self._running.get(attempt.sample) is attempt:
             del self._running[attempt.sample]
             self._on_end(attempt.sample, end)

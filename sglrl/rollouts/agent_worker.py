@@ -93,7 +93,7 @@ class AgentWorker(Actor):
         self._count = [0, 0, 0, 0]
         """Statistics of the turns since the last report to the driver.
 
-        These are the turns, the bytes of their prompts, cached prompt tokens, and new bytes.
+        The numbers of turns, bytes of their prompts, cached prompt tokens, and new bytes.
         """
 
     async def open(self) -> None:
@@ -141,7 +141,7 @@ class AgentWorker(Actor):
         """Run one sample.
 
         Args:
-            number: the number of the item in the data set.
+            number: the index of the item in the data set.
             tries: the number of earlier attempts of the group.
             index: the index of the sample in its group.
             attempts: the number of earlier attempts of the sample.
@@ -151,7 +151,7 @@ class AgentWorker(Actor):
         """
         sample = _Sample(number, index)
         self._samples.add(sample)
-        # The pool's own message about these versions may arrive later.
+        # The pool's own message about these versions may arrive after this call.
         loras = {name: version for name, version in versions.items() if name != MODEL}
         self._pool.weights.set_version(versions[MODEL], loras)
         work = self._play(sample, tries, attempts, item, arguments)
@@ -191,7 +191,7 @@ class AgentWorker(Actor):
         except GeneratorExit:
             raise
         except BaseException as error:
-            # If the driver has cancelled this sample, it ignores the outcome.
+            # The driver ignores the outcome of a sample that it has cancelled.
             if sample.stale:
                 return self._outcome(STALE)
             if is_late(sample.limit):

@@ -1,4 +1,4 @@
-"""Log the stack of a call that blocks the event loop of running agents, such as ``time.sleep``."""
+"""Log the stack of a call, such as ``time.sleep``, that blocks the event loop of agents."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ class LoopWatch:
     of the loop's thread.
 
     Args:
-        is_busy: returns whether agents run, which the block delays. The thread calls this function.
+        is_busy: returns whether agents run. If none runs, a blocked loop is not logged. The thread
+            calls this function.
     """
 
     def __init__(self, is_busy: Callable[[], bool]) -> None:

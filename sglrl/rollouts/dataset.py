@@ -1,7 +1,7 @@
 """Read a data set item by item, and derive the arguments of a session from an item.
 
-At most one item is read ahead. A resumed run first reads the items that the earlier run has read.
-An asynchronous data set is read in a task, so it does not delay samples.
+At most one item is read ahead. Only a resumed run first reads all items that the earlier run has
+read. An asynchronous data set is read in a task, so it does not delay samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ StartTask = Callable[[Coroutine[Any, Any, None], Owner], "asyncio.Task[None]"]
 
 
 class Items:
-    """The items of a data set that must be run, with their numbers in the data set.
+    """The items of a data set that a run must process, with their indices in the data set.
 
     Args:
         dataset: an iterable, an async iterable, or a sequence of items.
@@ -39,7 +39,7 @@ class Items:
 
     Attributes:
         error: the exception of the data set, or the reason why it does not match ``state``.
-        total: the number of items that must be run, or None if it is not known.
+        total: the number of items that the run must process, or None if it is not known.
 
     Raises:
         UsageError: the data set cannot be iterated, or ``state`` is wrong or is from a data set of
@@ -56,7 +56,7 @@ class Items:
         self._unfinished_before = set(self._before.unfinished)
         self._on_read = on_read
         self._next: deque[tuple[int, Any]] = deque()
-        """The items that were read and not taken, with their numbers."""
+        """The items that were read and not taken, with their indices."""
         self._fingerprint = Fingerprint()
         self._reading: asyncio.Task[None] | None = None
         self._read = 0
@@ -81,8 +81,8 @@ class Items:
         """Return the ``state`` for a later run over the same data set.
 
         Args:
-            next_index: the number of the first item after all items that were taken.
-            unfinished: the numbers of the items that were taken and are not finished.
+            next_index: the index of the first item after all items that were taken.
+            unfinished: the indices of the items that were taken and are not finished.
         """
         before = self._before
         unread = {index for index in self._unfinished_before if index >= self._read}
@@ -109,7 +109,7 @@ class Items:
 
     @property
     def _is_ready(self) -> bool:
-        """Whether an item was read, and the items of the earlier run have been compared."""
+        """Whether an item was read, and all items that the earlier run has read were compared."""
         return bool(self._next) and (self._ended or self._read >= self._before.read)
 
     def request_next(self, start: StartTask) -> None:
@@ -244,7 +244,7 @@ def _length(dataset: Any) -> int | None:
     try:
         return len(dataset)
     except (TypeError, NotImplementedError):
-        # The ``__len__`` of some data sets raises, such as torch's loaders of endless data sets.
+        # Some data sets, such as torch's loaders of endless data, have a ``__len__`` that raises.
         return None
 
 

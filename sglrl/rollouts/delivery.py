@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglrl.rollout")
 
 _HINT_SECONDS: Final = 10.0
-"""The seconds after which the log states why a consumer waits, and between two such checks."""
+"""Seconds of waiting after which the reason is logged if it is new, and between later checks."""
 _FIRST_GROUPS: Final = "first groups"
 """The reason to wait that is logged only before the first groups were taken."""
 
@@ -33,8 +33,8 @@ class Delivery:
 
     Args:
         keep: returns False to filter out a finished group. None: all groups are delivered.
-        check_end: called when there are no more groups. Raises an error unless the run has ended
-            with the data set.
+        check_end: called when there are no more groups. Raises an error if no sample was
+            successful, or if the data set has failed.
         on_taken: called when more groups may begin.
     """
 
@@ -65,13 +65,13 @@ class Delivery:
 
     @property
     def unfinished(self) -> set[int]:
-        """The numbers of the items whose groups no finished ``take`` has returned."""
+        """The indices of begun items that are not delivered, filtered out or finally dropped."""
         return {*self._plan.unfinished(), *(group.index for group in self._partial)}
 
     # --- called by the runner ---------------------------------------------------------------------
 
     def arrived(self, group: core.Group) -> None:
-        """Filter out a group that has become ready, or notify the consumer."""
+        """Notify the consumer of a ready group, or filter the group out if ``keep`` rejects it."""
         if self._keep is None or self._keep(self._made(group)):
             self.notify()
         else:
@@ -83,7 +83,7 @@ class Delivery:
             self._arrival.set_result(None)
 
     def fail(self, failure: BaseException) -> None:
-        """Record the failure that has ended the run. ``take`` raises it if it lacks groups."""
+        """Record the failure that has ended the run. ``take`` raises it if groups are missing."""
         self._failure = failure
         self.notify()
 
@@ -179,7 +179,10 @@ class Delivery:
         return new
 
     def _take_ready(self, n: int) -> bool:
-        """Take ready groups if there are ``n`` of them, or at the end. Return whether there are."""
+        """Take ready groups if there are ``n``, or if the run ends. Return whether ``n`` are held.
+
+        ``_partial`` holds the taken groups.
+        """
         plan = self._plan
         self._filter_lessened()
         while len(self._partial) < n:

@@ -23,9 +23,9 @@ logger = logging.getLogger("sglrl.rollout")
 _KEPT: Final = 100
 """The number of latest errors that are kept."""
 _SUSPECT: Final = 32
-"""The run ends if its first samples, as many as this, have all failed: the agent is faulty."""
+"""The run ends after this number of failed attempts if none has succeeded."""
 _SHOWN_SLOW: Final = 8
-"""The number of slow items that are logged one by one. Later ones are logged as a count."""
+"""The number of slow items that are logged one by one. After them, only each doubling is logged."""
 _REMOTE_FRAME = re.compile(r'^  File "(.*)", line (\d+)', re.MULTILINE)
 
 
@@ -63,7 +63,7 @@ class FailurePolicy:
         """Count and log an attempt that was too late.
 
         Raises:
-            Exception: ``error`` itself, if all samples so far have failed.
+            Exception: ``error`` itself, if all of at least 32 attempts have failed.
             RolloutFailed: too many of the latest attempts have failed.
         """
         self._log(self._count(error), error, sample)
@@ -75,7 +75,8 @@ class FailurePolicy:
             fatal: whether the failure ends the run.
 
         Raises:
-            Exception: ``error`` itself, if it ends the run, or if all samples so far have failed.
+            Exception: ``error`` itself, if it ends the run, or if all of at least 32 attempts have
+                failed.
             RolloutFailed: too many of the latest attempts have failed.
         """
         kind = self._count(error, fatal=fatal or self._on_error == "raise")
@@ -83,7 +84,7 @@ class FailurePolicy:
         return self._on_error == "retry" and not isinstance(error, UsageError)
 
     def check_end(self) -> None:
-        """Raise the latest error if the data set has ended and no sample was successful."""
+        """Raise the latest error if samples have failed and none was successful."""
         if self.failed and not self._succeeded:
             error = self.errors[-1]
             error.add_note(f"and none of the {self.failed} samples was successful")

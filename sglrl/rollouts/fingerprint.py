@@ -1,4 +1,4 @@
-"""Compute a fingerprint of the items of a data set that is the same in every process."""
+"""Compute the fingerprint of a data set's items. Every process computes the same fingerprint."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Fingerprint:
     """The fingerprint of a sequence of items.
 
     The fingerprint includes the values of texts, numbers, arrays, lists, mappings, dataclasses and
-    msgspec structs. Of a large array it includes the shape and the first values. Of another object
-    it includes only the name of the class, because its text may differ from process to process.
+    msgspec structs. Of a large array it includes the shape and the first values. Of any other
+    object it includes only the name of the class, because its ``repr`` may depend on the process.
     """
 
     def __init__(self) -> None:

@@ -17,14 +17,14 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     """The trajectories of one item of the data set.
 
     Attributes:
-        index: the number of the item in the data set.
+        index: the index of the item in the data set.
         item: the item itself.
         trajectories: the trajectories of the successful samples, in the order of the samples.
         failed: the number of failed samples.
         stale: the number of samples that are lost because they were older than ``max_staleness``.
         version: the policy version of the model when the group was delivered.
-        lora_versions: the versions, at that time, of the adapters that sampled tokens of the group,
-            by name.
+        lora_versions: like ``version``, for each LoRA adapter that sampled tokens of the group, by
+            name.
     """
 
     index: int
@@ -62,7 +62,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         """The age of the oldest token, in policy versions, when the group was delivered.
 
         The age is relative to ``version``. A token that an adapter sampled also has an age relative
-        to ``lora_versions``, and the larger one counts.
+        to ``lora_versions``. The larger age counts.
         """
         oldest = oldest_of(t.oldest_versions for t in self.trajectories)
         return age({MODEL: self.version, **self.lora_versions}, oldest)

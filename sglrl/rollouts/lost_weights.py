@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ..client.client import Client
 
 _CHECK_SECONDS: Final = 2.0
-"""Seconds between two checks. The weights are lost if all workers are stale in two in a row."""
+"""Seconds between two checks. Weights are lost if all workers are stale in two checks in a row."""
 
 
 class UnlessWeightsLost:

@@ -20,7 +20,7 @@ from .sample_limit import SampleLimit
 _RECENT: Final = 256
 """The number of latest samples in the mean reward."""
 _TRAJECTORIES: Final = 1024
-"""The number of latest delivered trajectories, and of groups, in distributions and deviations."""
+"""Distributions and deviations describe this number of latest trajectories or latest groups."""
 _TURNS: Final = 4096
 """The number of latest turns in distributions."""
 _LOSSES: Final = ("error", "timeout", STALE, GIVEN_UP)
@@ -74,22 +74,23 @@ class RolloutMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """The progress of a run. Counts are totals, and times are in seconds.
 
     Distributions and shares describe the latest 1,024 delivered trajectories and groups, and the
-    latest 4,096 turns of these. They are NaN without any.
+    latest 4,096 turns of these. They are NaN without data.
 
     Attributes:
         groups_taken: groups that were delivered.
         groups_filtered: groups that ``keep`` rejected.
         groups_dropped: groups that were given up and do not begin again.
-        groups_stale: dropped groups with a sample that was older than ``max_staleness`` each time.
-        groups_postponed: groups that wait for the end of the data set, because a sample was too
-            often older than ``max_staleness``.
+        groups_stale: dropped groups with a sample that was older than ``max_staleness`` in every
+            attempt.
+        groups_postponed: groups that wait for the end of the data set, because a sample was older
+            than ``max_staleness`` in too many attempts.
         groups_ready, groups_running: the current numbers of groups.
         samples_done: successful samples, without the samples of groups that were given up.
         samples_running: the current number of running samples.
         samples_retried: failed samples that ran again, in total.
         samples_lost: the numbers of lost samples by reason: "error", "timeout", "stale", or "given
-            up" (with the group). "stale" counts each run whose tokens became older than
-            ``max_staleness``. Such a sample runs again without using ``retries``.
+            up" (with the group). "stale" counts each attempt whose tokens became older than
+            ``max_staleness``. A stale sample runs again without using ``retries``.
         concurrency: the current maximum of samples that run at a time.
         turns, generated_tokens, prompt_tokens, cached_tokens: totals of all turns. Cached tokens
             are prompt tokens that came from the prefix cache.
@@ -275,7 +276,7 @@ class MetricsRecorder:
                     self._tool_seconds.add(turn.seconds_before)
 
     def count_delivery(self) -> None:
-        """Record a delivery to the consumer, and compute the metrics of the step that it ends."""
+        """Record a delivery to the consumer, and compute the metrics of the step that ends."""
         totals = self._totals()
         totals["samples_lost"] = self._plan.lost.total()
         before, self._delivered = self._delivered, totals

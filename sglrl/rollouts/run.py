@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from ..client.client import Client
 
 _MAX_SAMPLES: Final = 100_000
-"""The maximum ``group_size``. All samples of a group are created when the group begins."""
+"""The ``group_size`` that a fixed ``concurrency`` allows, also if the pool takes fewer calls.
+
+It is limited because all samples of a group are created when the group begins.
+"""
 
 
 def rollout(
@@ -83,13 +86,13 @@ def rollout(
         group_size: the number of samples of each item.
         concurrency: the number of samples that run at a time. None: adapt it to the load that the
             engines report (KV cache in use, waiting requests, preempted requests, duration of
-            steps), so that they are full.
+            steps), so that the engines are full.
         batch_size: the number of groups that one weight update trains on. ``batches`` yields lists
             of this length.
         max_staleness: the maximum age of delivered tokens, in policy versions. With version v at
             most ``(v + max_staleness + 1) * batch_size`` groups begin. 0 is synchronous training:
             the current policy sampled every token. None: no bound. With ``lora``, a token has an
-            age in versions of the model and one in versions of the adapter, and the larger counts.
+            age in versions of the model and one in versions of the adapter. The larger age counts.
             A sample that becomes too old runs again, without using ``retries``. An item that is too
             slow three times waits until no other item is left, and a warning names the item.
         timeout: seconds that a sample may take, without pauses. After that the sample is cancelled
@@ -100,13 +103,13 @@ def rollout(
             exception from this iterator. A ``UsageError`` is not retried. In every mode the run
             raises if its first 32 samples fail, or all samples if there are fewer.
         retries: how often a sample may run again, in total. A group that was given up begins again
-            with the samples that may still run again, if these are enough for a group. So no sample
-            runs more than ``1 + retries`` times. Runs that end because their process is lost do not
-            count: see ``processes``.
+            with the samples that have retries left, if these are enough for a group. So no sample
+            has more than ``1 + retries`` attempts. Attempts that end because their process is lost
+            do not count: see ``processes``.
         max_failure_rate: the run raises ``RolloutFailed`` when more than this share of the latest
             attempts has failed, because the agent raised or was late. The error states the most
-            frequent error. The latest attempts are 4 times ``concurrency``, and at least 64. None:
-            no limit.
+            frequent error. The number of latest attempts is 4 times ``concurrency``, but at least
+            64. None: no limit.
         min_group: the minimum number of trajectories of a group. A group with fewer samples left is
             given up. Other groups are delivered without their lost samples, so they may have fewer
             than ``group_size`` trajectories. None: 2, or 1 if ``group_size`` is 1.
@@ -115,14 +118,14 @@ def rollout(
         open_session: returns the arguments of ``Client.session`` for an item.
         ahead: the maximum number of finished groups that wait to be taken. Running groups count
             too, because all of them may finish before one is taken. A ``take`` of more groups
-            raises the limit while it waits. None: no group begins while 64 groups wait, or two
-            batches if that is more, and running groups do not count.
+            raises the limit while it waits. None: no group begins while 64 finished groups wait, or
+            two batches if that is more. With None, running groups do not count.
         processes: the number of separate processes that run the agents. Use them for agents that
             compute. None: agents run on this event loop. See below.
         gateway: whether agents may use the session over HTTP. ``session.base_url`` and
             ``session.api_key`` are for clients of OpenAI's and other APIs (extra ``gateway``). All
-            calls become turns of the session. Items need no prompt then. ``GatewayOptions`` set the
-            handling of tools and system messages that the model cannot be shown. See below.
+            HTTP requests become turns of the session. Items need no prompt. ``GatewayOptions`` set
+            the handling of tools and system messages that the model cannot be shown. See below.
         progress: whether to show the progress on a terminal or in the log. None: on a terminal
             only.
         state: the ``state_dict`` of an earlier run, or the path of a file that ``Rollout.save``
@@ -339,8 +342,9 @@ class Rollout:
     def state_dict(self) -> dict[str, Any]:
         """Return which items are finished, for ``rollout(..., state=)`` over the same data set.
 
-        A group counts as finished when it is taken. Other samples run again in the later run. The
-        state also has the length and a fingerprint of the data set.
+        An item is finished when its group was taken, filtered out or dropped. All samples of other
+        items run again in the later run. The state also has the length and a fingerprint of the
+        data set.
         """
         return self._runner.state_dict()
 

@@ -172,7 +172,7 @@ class Runner:
         self._wake.set()
 
     def _check_end(self) -> None:
-        """Raise an error if the run has ended for another reason than the end of the data set."""
+        """Raise an error if no sample was successful, or if the data set has failed."""
         self.failures.check_end()
         if self.items.error is not None:
             raise self.items.error

@@ -20,11 +20,11 @@ _POLL_SECONDS: Final = 0.05
 class SampleLimit(DriverListener):
     """The maximum number of samples that run at a time.
 
-    The number is fixed, or follows the load of the engines (``core/concurrency.py``).
+    The maximum is fixed, or follows the load of the engines (``core/concurrency.py``).
 
     Args:
-        fixed: the fixed number, or None to follow the load.
-        on_change: called when the number has changed.
+        fixed: the fixed maximum, or None to follow the load.
+        on_change: called when the maximum has changed.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class SampleLimit(DriverListener):
         return self._found.limit if self._fixed is None else self._fixed
 
     def begin(self) -> None:
-        """Start to follow the load of the engines, unless the number is fixed."""
+        """Start to follow the load of the engines, unless the maximum is fixed."""
         if self._fixed is None:
             self._client.check_open()
             self._client.requests.driver.add_listener(self)

@@ -31,7 +31,7 @@ class State(msgspec.Struct):
 
     Attributes:
         next: the number of items that were begun. These are the first items of the data set.
-        unfinished: the numbers of the begun items that are not finished.
+        unfinished: the indices of the begun items that are not finished.
         length: the number of items of the data set, or None if it is not known.
         read: the number of items that were read. These are the first items of the data set.
         fingerprint: the ``Fingerprint`` of the items that were read, or "" if it is not known.

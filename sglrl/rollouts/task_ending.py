@@ -28,7 +28,7 @@ _WITHOUT_AGENT: Final = ("agent_tasks.py", "agent_worker.py", "agent.py", "task_
 """The files of this package whose frames come before the agent's frames in a stack."""
 
 _ENDED: Final = "the run has ended"
-"""The reason for cancelling a task when the run ends. Others are the reasons for lost samples."""
+"""The reason for cancelling a task when the run ends. Other tasks have a lost sample's reason."""
 
 
 class Owner(Protocol):
@@ -191,9 +191,9 @@ def end_without(task: asyncio.Task[Any]) -> None:
     """Close the coroutine of a task that does not end, so that nothing waits for the task.
 
     As in garbage collection, ``GeneratorExit`` is raised where the coroutine waits, so its
-    ``finally`` blocks run. If the coroutine swallows this exception, or waits in such a block, it
-    is abandoned. ``asyncio.run`` does not wait for the task, and asyncio does not log its
-    destruction.
+    ``finally`` blocks run. If the coroutine swallows this exception, or waits in a ``finally``
+    block, it is abandoned. ``asyncio.run`` does not wait for the task, and asyncio does not log the
+    destruction of the task.
     """
     coroutine: Any = task.get_coro()
     with contextlib.suppress(Exception):
