@@ -63,7 +63,7 @@ _WITHOUT_EFFECT: Final = (
     "revision",
     "runtime_config",
 )
-"""Fields that do not change the result of a linear layer for any value."""
+"""Fields that never change the result of a linear layer, whatever their values are."""
 _CHANGE_THE_BASE: Final = ("corda", "loftq", "lora_ga", "olora", "pissa")
 """Values of ``init_lora_weights`` that change the weights of the base model. "pissa" also has the
 form "pissa_niter_16"."""
@@ -76,7 +76,7 @@ class AdapterConfig(NamedTuple):
     """The configuration of an adapter.
 
     Attributes:
-        scaling: the factor of the adapter's update of a module.
+        scaling: the factor of ``B @ A`` in each module.
     """
 
     rank: int
@@ -139,13 +139,13 @@ def _value(member: Any) -> Any:
 
 
 def check_modules(config: Any, modules: Iterable[str]) -> None:
-    """Check that PEFT would use the tensors of an adapter for all of their modules.
+    """Check that PEFT would use all tensors of an adapter.
 
     PEFT ignores the tensors of a module that the configuration does not select.
 
     Args:
         config: a ``LoraConfig`` or a mapping of its fields.
-        modules: the names in the base model of the modules that have tensors.
+        modules: the modules that have tensors, by their names in the base model.
 
     Raises:
         InvalidAdapter: the configuration does not select one of the modules.

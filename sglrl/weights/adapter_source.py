@@ -34,7 +34,8 @@ class GivenAdapter(NamedTuple):
     Attributes:
         config: the checked configuration. None if the caller gave none.
         tensors: the tensors of the adapter, or the file that holds them.
-        fields: the configuration that must select the modules of all tensors, or None.
+        fields: the caller's configuration. It must select the modules of all tensors. None for a
+            ``PeftModel``, or if the caller gave no configuration.
         base: the parameters of the model that the adapter changes, or None if they are unknown.
     """
 
@@ -45,12 +46,12 @@ class GivenAdapter(NamedTuple):
 
 
 def read_adapter(adapter: Any, config: Any = None) -> GivenAdapter:
-    """Record the current state of a caller's adapter. Call this with the caller's streams current.
+    """Record the state of a caller's adapter. The caller's CUDA streams must be current.
 
     Args:
         adapter: a folder, a ``PeftModel``, or tensors in a form that ``update_weights`` accepts.
         config: PEFT's ``LoraConfig``, or a mapping of its fields. None uses the configuration of
-            ``adapter``, if this is a folder or a ``PeftModel``.
+            ``adapter``, if ``adapter`` is a folder or a ``PeftModel``.
 
     Raises:
         InvalidAdapter: the configuration or a file is missing or wrong, or an engine would not
@@ -153,7 +154,7 @@ def _read(file: Path) -> list[tuple[str, torch.Tensor]]:
 
 
 def _data(tensors: list[torch.Tensor], dtype: torch.dtype) -> memoryview:
-    """Return a copy of the tensors' bytes. A GPU sends all of them in one transfer."""
+    """Return a copy of the tensors' bytes. Tensors on a GPU are copied in one transfer."""
     full = [t.full_tensor() if hasattr(t, "full_tensor") else t for t in tensors]
     device = full[0].device
     flat = torch.cat([tensor.to(device, dtype).flatten() for tensor in full])

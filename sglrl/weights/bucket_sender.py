@@ -67,7 +67,7 @@ class Payload(msgspec.Struct):
 
     @property
     def is_gathered(self) -> bool:
-        """True if other ranks of the trainer must join the gathering, which they do only once."""
+        """True if the trainer's other ranks take part in gathering. They do so only once."""
         distributed = torch.distributed
         several = distributed.is_available() and distributed.is_initialized()
         return (
@@ -226,7 +226,7 @@ class SendingEnd:
             if check is not None:
                 self._begin_check(check, payload, packing)
                 if message.mode == "bucketed":
-                    # Workers write the sent values directly into live weights.
+                    # Check before sending, because workers write directly into live weights.
                     self._end_check(check)
             sent = self._send(link, message.id, payload, packing, check)
             if check is not None:

@@ -50,7 +50,7 @@ class CatchUp:
         self._host = host
         self._read_files = read_files
         self._folder: UpdateRequest | None = None
-        """The request of the last update, if it sent all tensors and read them from files."""
+        """The request of the last update, if the workers read all tensors from files, or None."""
 
     def updated(self, request: UpdateRequest) -> None:
         """Record an update of the pool that has just finished."""
@@ -73,7 +73,7 @@ class CatchUp:
             version: the version of the current weights.
 
         Returns:
-            False if the current weights are not available anywhere.
+            False if no source has the current weights, or if the files could not be read.
 
         Raises:
             WorkerLost: the worker is lost. Raised as soon as the loss is known.
@@ -85,7 +85,7 @@ class CatchUp:
         while sources:
             source, copy = sources.pop(0)
             begun = time.perf_counter()
-            # Use half of the time, so that a source that hangs leaves time for the other sources.
+            # If this source hangs, half of the remaining time is left for the other sources.
             limit = Deadline(deadline.left / 2) if sources else deadline
             try:
                 there = await copy(limit)
@@ -158,7 +158,7 @@ class CatchUp:
             return_exceptions=True,
         )
         failed = [end for end in ends if end is not None]
-        # Raise other errors than ours first, because they are defects.
+        # First raise errors that are not of sglrl, because they are defects.
         for end in sorted(failed, key=lambda end: isinstance(end, SglrlError)):
             raise end
         return True

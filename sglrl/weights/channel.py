@@ -40,7 +40,7 @@ class WeightChannel(DriverListener):
         updates: runs updates, and answers the questions of senders.
         versions: the version of each worker's weights.
         kept: copies of the current weights in the memory of hosts.
-        on_version: functions to call after a change of ``version`` or of an adapter's version.
+        on_version: functions to call after a change of ``version`` or of a LoRA adapter's version.
         host: the address at which workers reach a sender in this process.
         workers_return: whether a rank connects again after a break, and sends ``RankHello`` again.
     """
@@ -182,7 +182,7 @@ class WeightChannel(DriverListener):
             rank.connection = hello.connection
             rank.hello.set_result(hello.settings)
         elif hello.connection <= rank.connection:
-            # This answers ``Rejoin``, but the rank had already sent a hello on this connection.
+            # This hello answers ``Rejoin``, but an earlier hello came over the same connection.
             return rank.returns
         elif self.versions.lock.locked():
             self._ranks.expel(rank.worker, "its connection broke during a weight update")

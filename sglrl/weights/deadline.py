@@ -48,7 +48,8 @@ async def turn(lock: asyncio.Lock, deadline: Deadline, *, wait: bool = True) -> 
         wait: whether to wait for the lock. False raises at once if another call holds the lock.
 
     Raises:
-        UpdateInProgress: another call held the lock until the deadline.
+        UpdateInProgress: another call held the lock until the deadline, or ``wait`` is False and
+            another call holds the lock.
     """
     try:
         async with deadline.limit() if wait else asyncio.timeout(0):

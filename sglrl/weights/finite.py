@@ -16,7 +16,7 @@ ToCheck = tuple[str, torch.Tensor, torch.dtype]
 
 
 class FiniteCheck:
-    """Collects the largest magnitude of each tensor, and raises an error if one is not finite.
+    """Collects the largest magnitude of each tensor. Raises an error if a magnitude is not finite.
 
     ``add`` reads every tensor once and does not wait for a GPU. ``finish`` waits once for all
     tensors. A cast keeps the order of numbers, so the largest magnitude shows whether any value

@@ -25,7 +25,7 @@ from ..config import nccl_environment
 from ..errors import UsageError, WeightUpdateError
 from ..wire.weights import RankSettings
 
-# Settings of torch's NCCL backend. By default it kills the whole process after a late operation.
+# Settings of torch's NCCL backend. By default, a late operation makes it kill the whole process.
 _QUIET = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -229,7 +229,7 @@ class Group:
         self.abort()
         if self.onward is not None:
             self.onward.close()
-        # gloo closes its connections with the last reference, so the peers notice the disconnect.
+        # Without a reference, gloo closes its connections, so the peers notice the disconnect.
         self._backend = None
 
 

@@ -1,4 +1,4 @@
-"""Keep copies of the current weights in the memory of hosts, so that a lost worker does not matter.
+"""Keep copies of the current weights in the memory of hosts, for replacements of lost workers.
 
 This is the driver's side. ``workers/weights/kept_weights.py`` is the workers' side.
 """
@@ -55,7 +55,7 @@ class Kept:
         self._kept: dict[str, int] = {}
         """The version that each host keeps, by the host's name."""
         self._refusals: set[tuple[int, str]] = set()
-        """The worker and text of each logged error. Later updates often have the same errors."""
+        """The worker and text of each error that was logged as a warning. Each is logged once."""
         self.sizes: dict[int, int] = {}
 
     # --- when -------------------------------------------------------------------------------------

@@ -67,7 +67,7 @@ class LocalSender:
         device: Any = None,
         host: str | None = None,
     ) -> UpdateReport:
-        """Send ``weights`` to the workers. Their specs replace ``request.specs``."""
+        """Send ``weights`` to the workers. The specs of ``weights`` replace ``request.specs``."""
         from .bucket_sender import Payload
         from .tensor_source import Manifest, take
         from .verification import check_ties
@@ -79,7 +79,7 @@ class LocalSender:
         if self._manifest is None:
             self._manifest = Manifest()
         tensors = self._manifest.take(given.named, wanted)
-        # Read the specs before the wait for the lock, because another update may change them.
+        # Read the specs now, because another update may change them while this one waits.
         specs, total = self._manifest.specs, self._manifest.total
         await check_ties(self._manifest, given, self._channel.checksums, wanted, deadline)
         async with turn(self._turn, deadline, wait=request.wait):

@@ -53,7 +53,7 @@ def parts_of(name: str, shape: Sequence[int], known: Mapping[str, Any]) -> list[
 
 
 def _parts(name: str, shape: Sequence[int], names: tuple[str, str, str]) -> list[Part]:
-    """Return the parts of a tensor that holds all experts of a layer, otherwise an empty list."""
+    """Return the parts of a tensor with all experts of a layer. Other tensors have no parts."""
     merged = _MERGED.fullmatch(name)
     if merged is None or len(shape) != 3:
         return []
@@ -106,8 +106,8 @@ def take_apart(tensor: Any, parts: Sequence[Part]) -> Iterator[tuple[str, Any]]:
 class Whole:
     """A DTensor that several sent tensors share.
 
-    It has the attributes that a sender reads before it reads values. The full value is gathered
-    once and kept until its last use.
+    The object has the attributes that a sender reads before it reads values. The full value is
+    gathered once and kept until its last use.
 
     Attributes:
         uses: the number of ``full_tensor`` calls that are still expected.

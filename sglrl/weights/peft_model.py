@@ -1,7 +1,7 @@
 """Read the active LoRA adapter of a ``PeftModel``, and check that an engine computes the same.
 
-The check reads the modules of the model, because its configuration is not enough: scalings can be
-set, adapters can be merged, disabled or combined, and new versions of PEFT add kinds of adapters.
+The check reads the modules, because the model's configuration is not enough: scalings can be set,
+adapters can be merged, disabled or combined, and new versions of PEFT add kinds of adapters.
 """
 
 from __future__ import annotations

@@ -30,19 +30,20 @@ class DriverPort(Protocol):
 class Rank:
     """One process of a worker, from its start until the worker is lost or away.
 
-    A process that returns has another ``Rank`` with the same identity. A replacement process has
+    A process that is away has another ``Rank`` with the same identity. A replacement process has
     another ``Rank`` with the same ``member``. Code that waits for a process keeps its ``Rank``, so
-    it cannot mistake another process for it.
+    it never mistakes a later ``Rank`` for the one that it waits for.
 
     Attributes:
         member: the indices of the worker and of the rank.
         identity: the identity of the process at the driver's router.
-        returns: whether the process was away before, and its worker may return.
+        returns: whether this ``Rank`` was made when the process went away. Its worker may return.
         hello: the first message of the process. Cancelled if the process is lost before it.
-        connection: the number of the connection on which ``hello`` arrived.
-        lost: whether the worker is lost.
-        manifest: the last manifest that the process has accepted, and the id of its message. A
-            trainer sends the same manifest each time, and encoding it takes half a millisecond.
+        connection: the serial number of the connection on which ``hello`` arrived.
+        lost: whether the worker is lost or away.
+        manifest: the last manifest that the process has accepted, and the id of its message. If the
+            next manifest is the same object, only the id is sent, because encoding the manifest
+            takes half a millisecond.
     """
 
     def __init__(self, member: Member, identity: bytes, *, returns: bool = False) -> None:

@@ -57,7 +57,7 @@ logger = logging.getLogger("sglrl.weights")
 _report = msgspec.msgpack.Decoder(UpdateReport)
 MIN_SILENCE = 5.0
 _OF_THE_CLIENT = {cls.__name__: cls for cls in (Closed, DeadlineExceeded, WorkerLost)}
-"""Errors that only the workers' client raises. No worker reports them."""
+"""By name, the errors that only the workers' client raises. No worker reports these errors."""
 
 
 class Sender:

@@ -62,7 +62,7 @@ class RemoteSource:
         self._task: asyncio.Task[None] | None = None
         self._id = 0
         self._specs: list[TensorSpec] = []
-        """The specs of the last proposal. If the next proposal is equal, the list object stays."""
+        """The specs of the last proposal. Equal specs do not replace it: see ``Rank.manifest``."""
 
     def ask(self, message: ToRank) -> None:
         self._tell(self, message)
@@ -138,7 +138,7 @@ class RemoteSource:
             self.ask(Proposed(id_, error))
 
     def _start(self, work: Callable[[], Awaitable[None]]) -> asyncio.Task[None]:
-        """Cancel the current task. Start a task that waits for its end, then does ``work``.
+        """Cancel the current task. Start a task that does ``work`` after the current task's end.
 
         A sender that proposes again has given up its earlier proposal.
         """

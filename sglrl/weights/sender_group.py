@@ -1,4 +1,4 @@
-"""The driver's record of the group of a sender and ranks. ``group`` is the processes' side."""
+"""The driver's record of the sender and the ranks that form a group (``group.py``)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from .update_request import Source
 
 
 class SenderGroup:
-    """The current group. At most one exists, because a rank that joins a group leaves the last one.
+    """The current group. At most one exists, because a rank that joins a group leaves its old one.
 
     Args:
-        host: ``host(worker)`` returns the name of the worker's host. Empty on the driver's machine.
+        host: ``host(worker)`` returns the name of the worker's host, or "" if the worker runs on
+            the driver's machine.
 
     Attributes:
         source: the sender of the current group, or None if there is no group.
@@ -52,7 +53,7 @@ class SenderGroup:
     def joins(
         self, id_: int, source: Source, ranks: Mapping[Member, Rank], timeout: float
     ) -> dict[Member, Join]:
-        """Return the ``Join`` message for each member of a new group, with its rank.
+        """Return the ``Join`` message for each member of a new group, with the member's rank.
 
         Members on the sender's GPU get no rank, because they read the sender's memory. Of several
         members on another host, only the first gets a rank, and relays the weights to the others.

@@ -24,7 +24,7 @@ class Taken(NamedTuple):
 
     Attributes:
         named: the tensors by name.
-        ready: one event for each CUDA device, which follows the work on the caller's stream.
+        ready: one event for each CUDA device, recorded on the caller's current stream.
     """
 
     named: Named
@@ -34,8 +34,8 @@ class Taken(NamedTuple):
 def take(weights: Any) -> Taken:
     """Record the state of a caller's weights at this moment.
 
-    Call this on the caller's thread, with the caller's streams current. It raises the same errors
-    as ``named_tensors``.
+    Call this on the caller's thread, with the caller's CUDA streams current. This function raises
+    the same errors as ``named_tensors``.
     """
     if isinstance(weights, Taken):
         return weights
@@ -183,8 +183,8 @@ class Manifest:
 
         ``specs`` has the dtypes that the engine keeps. It stays the same list object while the
         names, dtypes and shapes do not change. Tensors that the model does not keep are left out. A
-        tensor that holds several experts is split. If a tensor is sent under one name, a second
-        name is left out if the model does not know the second name.
+        tensor that holds several experts is split. If the model knows only one of a tensor's names,
+        the other names are left out.
 
         Raises:
             InvalidWeights: there are no tensors, a tensor does not hold floating-point numbers, a
@@ -246,7 +246,7 @@ class Manifest:
             )
 
     def spread(self, named: Named) -> Named:
-        """Return the tensors under the engine's names, as the last ``take`` selected them."""
+        """Return the tensors under the engine's names, split as in the last ``take``."""
         if not self._parts:
             return named
         tensors: Named = []
@@ -270,7 +270,7 @@ class Manifest:
         ]
 
     def alone(self, named: Named) -> list[tuple[str, str, torch.Tensor]]:
-        """Return the tensors of the last ``take`` that are left out without their tied tensor.
+        """Return left-out tensors of the last ``take`` that are tied to a tensor not given to it.
 
         Returns:
             For each tensor: its name, the name to which the engine ties it, and the tensor.
@@ -374,7 +374,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gather(weights: Any) -> None:
-    """Take part in the gathering of DTensors, on the ranks of a trainer that do not send.
+    """Take part in gathering DTensors. Call this on each rank of a trainer that does not send.
 
     DTensors are gathered in the same order as on the sending rank, and tied DTensors only once. If
     the sending rank raises an error before it has gathered all DTensors, this function waits until

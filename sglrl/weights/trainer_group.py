@@ -1,7 +1,7 @@
-"""Join a process group that a trainer forms, as clients of SGLang's server do.
+"""Join a process group for weight updates. A trainer forms it in the same way as for SGLang.
 
-Sources: ``init_custom_process_group`` and ``update_weights_from_distributed`` of SGLang 0.5.17,
-and ``_new_process_group_helper`` of torch for the keys in the store. Rank 0 sends either one
+The protocol follows ``init_custom_process_group`` and ``update_weights_from_distributed`` of SGLang
+0.5.17. The keys in the store follow torch's ``_new_process_group_helper``. Rank 0 sends either one
 broadcast for each tensor, or a single broadcast with the bytes of all tensors.
 """
 
@@ -21,7 +21,9 @@ from .group import Group, local_address
 
 
 class TrainerGroup:
-    """One rank that receives. The methods block. Only one thread at a time may call them.
+    """One rank that receives. Only one thread at a time may call the methods, except ``abort``.
+
+    The methods block.
 
     Args:
         backend: "nccl", or "gloo" for tensors on the CPU.

@@ -17,7 +17,8 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
         bytes: the total size of the tensors that were sent.
         workers: the indices of the workers that took part until the end.
         mode: "full" if the weights were staged while generation continued, "bucketed" if they were
-            sent during a pause because a worker had no room for a second copy, or "disk".
+            sent during a pause because a worker had no room for a second copy, "disk" if the
+            workers read files, or "lora" for a LoRA adapter.
         join_ms: time to form the group of sender and workers; 0 if the group already existed.
         prepare_ms: time until every rank had checked the manifest and allocated memory.
         gather_ms: time to gather, cast and move the tensors on the sender. This work overlaps with

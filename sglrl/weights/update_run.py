@@ -62,8 +62,8 @@ ABORT_SECONDS = 5.0
 MIN_COMMIT_SECONDS = 1.0
 """The minimum time limit of the commit, even if the update's timeout is shorter.
 
-If a rank is late in another phase, the run gives up the update. If a rank is late in the commit,
-its worker is killed.
+A rank that is late in the commit costs its worker, which is killed. In the other phases, a late
+rank only ends the update.
 """
 
 _prepared = msgspec.msgpack.Decoder(Prepared)
@@ -216,7 +216,8 @@ class UpdateRun:
         if ended.why == "refused":
             return refusals[0]
         if ended.why == "broken":
-            # The sender finds such an error when it reads the values. Other errors follow from it.
+            # The sender finds ``InvalidWeights`` when it reads the values. The other errors are
+            # consequences of this error.
             for error in refusals:
                 if isinstance(error, InvalidWeights):
                     return error

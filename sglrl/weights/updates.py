@@ -28,7 +28,7 @@ from .versions import Versions
 logger = logging.getLogger("sglrl.weights")
 
 _MAX_ATTEMPTS: Final = 3
-"""The number of times that an update may lose all workers before it fails."""
+"""An update fails when this number of its attempts have lost all workers."""
 
 
 class Updates:
@@ -61,14 +61,14 @@ class Updates:
     # --- questions of senders ---------------------------------------------------------------------
 
     async def settings(self, deadline: Deadline) -> RankSettings:
-        """Return the settings of the first rank, which its ``RankHello`` contains."""
+        """Return the settings that the first rank has sent in its ``RankHello``."""
         ranks = await self._ranks.greeted(deadline)
         if not ranks:
             raise WorkerLost("no worker is left")
         return ranks[0].settings
 
     async def describe(self, deadline: Deadline) -> ModelDescription:
-        """Return the tensors of the model. The result is cached: see ``known_after``."""
+        """Return the tensors of the model. The result is cached until an update replaces it."""
         if self._description is None:
             self._description = await self._questions.describe(deadline)
         return self._description
@@ -162,8 +162,8 @@ class Updates:
         """Run one update once.
 
         Args:
-            done: the report of an earlier run of the same update whose version no worker has any
-                more, or None.
+            done: the report of an earlier, successful run of the same update, or None. All workers
+                with its version were lost after that run.
         """
         async with turn(self.versions.lock, deadline, wait=request.wait):
             self.versions.check_awake()
@@ -192,10 +192,10 @@ class Updates:
             return report
 
     async def _with_version(self, ranks: Sequence[Rank], deadline: Deadline) -> list[Rank]:
-        """Return the ranks with the current version, which a partial update is sent to.
+        """Return the ranks that have the current version. Only they receive a partial update.
 
         A worker with older weights would get a mix of two policies. If no worker has the current
-        version, a worker first gets it as a replacement does.
+        version, a worker is first brought to this version, like a replacement.
 
         Raises:
             WeightUpdateError: no worker can get the weights of the current version.
@@ -340,6 +340,6 @@ class Updates:
         return True
 
     async def _read_files(self, request: UpdateRequest, ranks: Sequence[Rank]) -> SglrlError | None:
-        """Let ranks read the files of the last update, whose weights the other ranks have."""
+        """Let ranks read the files of the last update. Return the error, or None."""
         run = self._new_run(request, self.versions.current, None, ranks)
         return await self._until_ended(run)

@@ -49,9 +49,9 @@ async def differing_tensors(live: WeightsPort, weights: Any, timeout: float) -> 
 async def check_ties(
     manifest: Manifest, given: Taken, ask: Ask, wanted: ModelDescription, deadline: Deadline
 ) -> None:
-    """Check that each tensor that the engine ties to another tensor has the values of the other.
+    """Check that tensors that the engine ties to each other have the same values.
 
-    If the other tensor is not given, use its live values.
+    If a tensor's tied tensor is not given, the tensor is compared with the live values.
 
     Args:
         manifest: the manifest whose ``take`` has selected from ``given``.
@@ -95,7 +95,7 @@ async def _differing_alone(
 
 
 class BaseCheck:
-    """Checks that the workers have the weights of the model that an adapter changes.
+    """Checks that the workers have the weights of the base model of a LoRA adapter.
 
     A check reads all weights, so it is not repeated for parameters that have not changed.
     """
@@ -103,13 +103,17 @@ class BaseCheck:
     def __init__(self, live: WeightsPort) -> None:
         self._live = live
         self._checked: tuple[int, list[tuple[Any, int, int]]] = (-1, [])
-        """The version of the workers, and a weak reference to each parameter with its state."""
+        """The workers' version at the last check that found no difference, and its parameters.
+
+        Each parameter is a weak reference, the address of its data, and torch's change counter.
+        """
 
     async def check(self, base: Taken, wanted: ModelDescription, deadline: Deadline) -> None:
         """Compare parameters with the live weights.
 
         Parameters whose values cannot be compared are left out: quantized or sharded parameters,
-        and parameters with a dtype that cannot hold all values of the engine's dtype.
+        and parameters with a dtype that cannot hold all values of the engine's dtype. While the
+        weights are asleep, nothing is compared.
 
         Raises:
             InvalidAdapter: the weights differ.

@@ -24,8 +24,8 @@ class Versions:
         forgotten: whether the engines have dropped their weights, and no update has followed.
         lock: held by each update, copy and request for checksums.
         on_version: functions to call after a change of the version.
-        on_updated: called after every update, and after sleeping weights are restored. Workers
-            that have the current weights now may serve at once.
+        on_updated: called after every update, and after sleeping weights are restored. All workers
+            with the current weights may then serve.
     """
 
     def __init__(self, ranks: Ranks) -> None:
@@ -61,7 +61,7 @@ class Versions:
         """Record that the engines free the memory of their weights. The caller holds the lock.
 
         Args:
-            kept: whether ``wake`` restores the weights. Otherwise the next update must be complete.
+            kept: whether ``wake`` restores the weights. If False, the next update must be complete.
         """
         self.asleep = True
         if not kept:
