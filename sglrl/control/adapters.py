@@ -52,7 +52,7 @@ from .operations import operation
 logger = logging.getLogger("sglrl.weights")
 
 _COMMIT_SECONDS: Final = 1.0
-"""Minimum time in seconds that a worker has for a commit."""
+"""Minimum time in seconds that a worker has to commit or to unload an adapter."""
 _LONGEST_NAME: Final = 256
 _INFLIGHT: Final = ("continue", "retract", "abort")
 
@@ -99,7 +99,7 @@ class LoraMethods(ClientBase):
 
         The engine must be launched with ``enable_lora=True``, ``max_lora_rank=`` and
         ``lora_target_modules=``, or with ``lora_paths=``. A client of ``sglrl.connect`` can load
-        only folders that the process that launched the pool can read.
+        only folders. The process that launched the pool must be able to read them.
 
         Args:
             name: the adapter's name, a text of 1 to 256 characters.
@@ -137,7 +137,8 @@ class LoraMethods(ClientBase):
 
         Raises:
             UnknownAdapter: no adapter of this name is loaded.
-            UpdateInProgress: another load was still running after ``timeout`` seconds.
+            UpdateInProgress: another load, replacement or unload was still running after
+                ``timeout`` seconds.
         """
         await self._control.part(PoolAdapters).unload(name, timeout)
 
@@ -363,7 +364,7 @@ class PoolAdapters(DriverListener):
     async def _prepare_everywhere(self, calls: list[_Order], deadline: Deadline) -> None:
         self._prepared = set()
         while missing := [w for w in self._driver.ready if w not in self._prepared]:
-            # ``on_lost`` removes a worker that is lost from now on.
+            # From here on, ``on_lost`` removes lost workers from the set.
             self._prepared.update(missing)
             made = [self._call(call, worker, deadline.left) for worker in missing for call in calls]
             for answer in await self._submit(made):

@@ -56,7 +56,7 @@ class AdapterNames(Protocol):
         ...
 
     def route_version(self, name: str, version: int) -> int:
-        """Return a number for routing. Two calls with different KV cache have different numbers."""
+        """Return a number for routing. Calls that cannot share KV cache have different numbers."""
         ...
 
 
@@ -85,8 +85,8 @@ class Control(Protocol):
     def part(self, kind: type[_P]) -> _P:
         """Return the part of the control with this class.
 
-        Only operations call this. They run in the process that launched the pool, which has the
-        parts.
+        Only operations call this. Operations run in the process that launched the pool, and the
+        parts exist only there.
         """
         ...
 

@@ -1,6 +1,6 @@
 """All control endpoints of an engine worker, by name.
 
-``workers/mailbox.py`` passes a call of such an endpoint to the engine's method of the same name.
+``workers/mailbox.py`` passes each call of a control endpoint to the engine's method of this name.
 """
 
 from __future__ import annotations

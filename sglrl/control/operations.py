@@ -85,7 +85,7 @@ class Operation:
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments of a call by name, in a form that can be sent.
 
-        A relative path means the same file in both processes, so it becomes an absolute path.
+        A relative path becomes absolute, because the launching process may run in another folder.
 
         Raises:
             UsageError: an argument is missing or unknown, or only the launching process can use it.
@@ -106,7 +106,7 @@ class Operation:
         return bound.arguments
 
     def limit(self, arguments: Mapping[str, Any], default: float | None) -> float | None:
-        """Return how many seconds a caller in another process waits for the answer.
+        """Return the seconds that a caller in another process waits for the answer. None: no limit.
 
         Args:
             arguments: the arguments of the call by name.

@@ -49,9 +49,9 @@ class PauseMethods(ClientBase):
         """Stop all engines between two steps.
 
         New calls are accepted and wait. Deadlines keep running. Weights may be updated. An update
-        with inflight="drain" waits for ``resume``, because calls finish only after it. A worker
-        that starts later is paused too. Pausing twice is harmless. The engines stay paused until
-        ``resume``, even if the client was in another process that has exited.
+        with inflight="drain" waits for ``resume``, because calls do not finish before ``resume``. A
+        worker that starts later is paused too. Pausing twice is harmless. The engines stay paused
+        until ``resume``, even if the client was in another process that has exited.
 
         Args:
             mode: the treatment of running ``generate`` calls.

@@ -141,7 +141,7 @@ class PoolSleeping(DriverListener):
         self._turn = asyncio.Lock()
         """Each ``sleep`` and ``wake`` holds this lock, so that only one of them runs."""
         self._target: set[str] = set()
-        """The tags that the last message told the engines to keep asleep."""
+        """The tags that must be asleep in all engines, as in the last message to the engines."""
         self._asleep: set[str] = set()
         """The tags that may be asleep in some engine. After a failed ``wake``, these are more tags
         than ``_target``."""
@@ -174,7 +174,8 @@ class PoolSleeping(DriverListener):
             raise UsageError(f"inflight must be one of {_MODES}, got {inflight!r}")
         deadline = Deadline(check_timeout(timeout))
         if not keep_weights and "weights" in wanted:
-            # An engine whose weights cannot be updated would never have weights again.
+            # ``describe`` raises if weights cannot be updated. Such an engine could never get
+            # weights again.
             await self._pool.weights.describe(deadline.left)
         async with self._in_turn(deadline):
             self._pool.hold_replacements(True)

@@ -57,9 +57,10 @@ class WeightMethods(ClientBase):
                 if no tensor is on one. With workers on CPU, None is "cpu".
             host: an address of this process that the workers can reach. None: "127.0.0.1", or with
                 ``launch(hosts=...)`` the address of this machine that the hosts connect to.
-            lora: replace this adapter instead of the model's weights. ``weights`` is then an
-                adapter as for ``load_lora``, and ``version`` is the adapter's own version
-                (``Completion.lora_versions``). Running requests continue with the new adapter.
+            lora: the name of a LoRA adapter to replace instead of the model's weights. ``weights``
+                is then an adapter as for ``load_lora``, and ``version`` is the adapter's own
+                version (``Completion.lora_versions``). Running requests continue with the new
+                adapter.
                 ``inflight`` is "continue", "retract" or "abort", which aborts only the requests of
                 this adapter. ``mode``, ``partial``, ``same_version``, ``bucket_bytes``,
                 ``drain_timeout``, ``device`` and ``host`` must have their defaults.
@@ -80,7 +81,7 @@ class WeightMethods(ClientBase):
                 free. "bucketed": workers pause the engine and receive the weights piece by piece
                 into the live weights. A worker that does not receive all pieces is killed. "auto",
                 the default: "full" if there is enough memory, else "bucketed".
-            partial: allow missing tensors. They keep their values. False by default.
+            partial: allow missing tensors. Missing tensors keep their values. False by default.
             same_version: this call sends a further part of the last update, so the version stays
                 the same. An update in five parts is one version, for ``max_staleness`` too, if its
                 last four parts have ``same_version=True``. Needs ``partial=True``. Two parts never
