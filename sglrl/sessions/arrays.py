@@ -82,7 +82,7 @@ def joined_masks(
 
 
 def routed_stop(path: Sequence[Completion]) -> int:
-    """Return the first position of a conversation that has no routed experts."""
+    """Return the first position without routed experts in a conversation."""
     stop = 0
     for turn in path:
         rows = turn.routed_rows

@@ -32,7 +32,7 @@ class Position(NamedTuple):
         last: the turn after which the session goes on, or ``ROOT`` before the first turn.
         tokens: all tokens up to this place, int32 bytes.
         prompt_bytes: the size in bytes of the conversation's first prompt, at the start of
-            ``tokens``.
+            ``tokens``. 0 before the first turn.
         dialogue: the conversation up to this place.
         begins: whether this place is at the beginning of a turn of the assistant, before its first
             sampled token. If False, it is after a sampled turn.

@@ -277,7 +277,7 @@ class SessionSpec:
     async def with_grammar(
         self, prepared: Prepared, choice: ToolChoice | None, parallel: bool, prompt: bytes
     ) -> Prepared:
-        """Return the sampling values of a turn with a grammar that fits the tool choice.
+        """Return the sampling values of a turn, with the grammar that ``turn_grammar`` makes.
 
         ``ids`` must have been called before, because it finds the renderer.
 

@@ -383,7 +383,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
 
         Raises:
             UsageError: the trajectory has no tokenizer, for example because it was loaded without
-                one. The error is the subclass ``InvalidRequest`` if the model has none.
+                one. The error is the subclass ``InvalidRequest`` if the model has no usable one.
         """
         return self._text_of(self.response_ids)
 
