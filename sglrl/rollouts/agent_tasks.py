@@ -39,8 +39,8 @@ class _Attempt:
     """One attempt of a sample, and the owner of its task.
 
     Attributes:
-        task: the task that runs the agent, or None before its first step. ``give_up`` does not
-            cancel the task before, because the task would end without a report.
+        task: the task that runs the agent. None before its first step, so that ``give_up`` does not
+            cancel the task: it would end without a report.
         given_up: the reason why the sample was given up, or "".
     """
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("sglrl.rollout")
 
 _HINT_SECONDS: Final = 10.0
-"""Seconds of waiting after which the reason is logged if it is new, and between later checks."""
+"""Seconds between two checks of why a consumer waits. Each check logs a new reason."""
 _FIRST_GROUPS: Final = "first groups"
 """The reason to wait that is logged only before the first groups were taken."""
 

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from ..client.client import Client
 
 _MAX_SAMPLES: Final = 100_000
-"""The ``group_size`` that a fixed ``concurrency`` allows, also if the pool takes fewer calls.
+"""The largest ``group_size`` with a fixed ``concurrency``, unless the pool can take more calls.
 
-It is limited because all samples of a group are created when the group begins.
+There is a limit because all samples of a group are created when the group begins.
 """
 
 
@@ -89,12 +89,13 @@ def rollout(
             steps), so that the engines are full.
         batch_size: the number of groups that one weight update trains on. ``batches`` yields lists
             of this length.
-        max_staleness: the maximum age of delivered tokens, in policy versions. With version v at
-            most ``(v + max_staleness + 1) * batch_size`` groups begin. 0 is synchronous training:
-            the current policy sampled every token. None: no bound. With ``lora``, a token has an
-            age in versions of the model and one in versions of the adapter. The larger age counts.
-            A sample that becomes too old runs again, without using ``retries``. An item that is too
-            slow three times waits until no other item is left, and a warning names the item.
+        max_staleness: the maximum age of delivered tokens, in policy versions. After v training
+            steps of the run, at most ``(v + max_staleness + 1) * batch_size`` groups have begun. 0
+            is synchronous training: the current policy sampled every token. None: no bound. With
+            ``lora``, a token has an age in versions of the model and one in versions of the
+            adapter. The larger age counts. A sample that becomes too old runs again, without using
+            ``retries``. An item that is too slow three times waits until no other item is left, and
+            a warning names the item.
         timeout: seconds that a sample may take, without pauses. After that the sample is cancelled
             and lost. If its agent does not end within 5 s after the cancellation, its coroutine is
             closed, its stack is logged, and the run continues or ends without it.

@@ -28,7 +28,7 @@ _WITHOUT_AGENT: Final = ("agent_tasks.py", "agent_worker.py", "agent.py", "task_
 """The files of this package whose frames come before the agent's frames in a stack."""
 
 _ENDED: Final = "the run has ended"
-"""The reason for cancelling a task when the run ends. Other tasks have a lost sample's reason."""
+"""The reason for cancelling tasks when the run ends. Other reasons are those of lost samples."""
 
 
 class Owner(Protocol):
