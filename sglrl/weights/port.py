@@ -12,7 +12,7 @@ from .update_request import UpdateRequest
 
 
 class WeightsPort(Protocol):
-    """Reads the state of the weights of a pool's workers.
+    """Reads the version, the description and the checksums of a pool's weights.
 
     ``WeightChannel`` implements the interface for a local pool, ``remote.pool.RemoteWeights`` for
     a remote pool.

@@ -138,7 +138,7 @@ class Questions:
             self._ranks.send(rank, CancelCopy())
 
     def answered(self, rank: Rank, answer: RankAnswer) -> bool:
-        """Handle an answer of a rank. Return False if no open question has this answer's id."""
+        """Handle an answer of a rank. Return False if the answer belongs to no open question."""
         question = self._open.get(answer.id)
         if question is None or question.needs[0] is not rank:
             return False

@@ -62,7 +62,7 @@ class RemoteSource:
         self._task: asyncio.Task[None] | None = None
         self._id = 0
         self._specs: list[TensorSpec] = []
-        """The specs of the last proposal. Equal specs do not replace it: see ``Rank.manifest``."""
+        """The last specs proposed. ``Rank.manifest`` needs the same object for equal specs."""
 
     def ask(self, message: ToRank) -> None:
         self._tell(self, message)

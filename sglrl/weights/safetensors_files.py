@@ -102,7 +102,7 @@ class Checkpoint(NamedTuple):
     file_of: dict[str, Path]
 
     def naming_files(self, message: str) -> str:
-        """Return a message about tensors with the names of the tensors' files appended."""
+        """Append to a message about tensors the names of the tensors' files."""
         words = dict.fromkeys(re.split(r"[\s,;:]+", message))
         named = [word for word in words if word in self.file_of]
         if len({self.file_of[name] for name in named}) == 1:

@@ -270,7 +270,7 @@ class Manifest:
         ]
 
     def alone(self, named: Named) -> list[tuple[str, str, torch.Tensor]]:
-        """Return left-out tensors of the last ``take`` that are tied to a tensor not given to it.
+        """Return the left-out tensors of the last ``take`` whose tied tensors were not given.
 
         Returns:
             For each tensor: its name, the name to which the engine ties it, and the tensor.

@@ -62,8 +62,8 @@ ABORT_SECONDS = 5.0
 MIN_COMMIT_SECONDS = 1.0
 """The minimum time limit of the commit, even if the update's timeout is shorter.
 
-A rank that is late in the commit costs its worker, which is killed. In the other phases, a late
-rank only ends the update.
+If a rank is late in the commit, its worker is killed. If a rank is late in an earlier phase, the
+run gives up the update.
 """
 
 _prepared = msgspec.msgpack.Decoder(Prepared)

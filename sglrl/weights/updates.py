@@ -163,7 +163,7 @@ class Updates:
 
         Args:
             done: the report of an earlier, successful run of the same update, or None. All workers
-                with its version were lost after that run.
+                with the new version were lost after that run.
         """
         async with turn(self.versions.lock, deadline, wait=request.wait):
             self.versions.check_awake()

@@ -51,7 +51,7 @@ async def check_ties(
 ) -> None:
     """Check that tensors that the engine ties to each other have the same values.
 
-    If a tensor's tied tensor is not given, the tensor is compared with the live values.
+    If the tensor that the engine keeps is not given, the live values of this tensor are used.
 
     Args:
         manifest: the manifest whose ``take`` has selected from ``given``.
