@@ -1,8 +1,8 @@
 """Fields of requests that are accepted although they have no effect, in a table for each dialect.
 
-An unsupported field is accepted if its value asks for nothing, or if the answer does not depend on
-it. Otherwise the request is rejected. The tables contain the fields of the schemas of OpenAI's and
-Anthropic's libraries, and of SGLang's and vLLM's servers.
+A request with an unsupported field is accepted if the value of the field asks for nothing, or
+cannot change the answer. All others are rejected. The tables contain the fields of the schemas of
+OpenAI's and Anthropic's libraries, and of SGLang's and vLLM's servers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 ANY: Final[Sequence[Any]] = (object(),)
 """Stands for all values: every value of the field is accepted."""
 _NOTHING: Final[Sequence[Any]] = (None, False, [], {}, "")
-"""The values that ask for nothing in a field that no table lists."""
+"""The values that are accepted in a field that is not in the table. They ask for nothing."""
 
 
 class Fields(NamedTuple):
@@ -188,7 +188,8 @@ VLLM_FIELDS: Final = Fields(
         },
         "sampling_params.best_of": (1,),
         "sampling_params.length_penalty": (1, 1.0),
-        # This asks for a shorter form of the logprobs. A server need not support it.
+        # ``prl_compact_logprobs`` asks for a shorter form of the logprobs. Servers need not support
+        # it.
         "sampling_params.extra_args": (
             {"prl_compact_logprobs": True},
             {"prl_compact_logprobs": False},

@@ -22,7 +22,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 class Access:
-    """Finds the sessions of requests, reads their bodies, and counts the requests.
+    """Finds the session of each request, checks its key, reads its body, and counts the request.
 
     Args:
         registry: the open sessions.
@@ -69,10 +69,10 @@ class Access:
         return ApiRoute(at or path, run, methods, error=error, **described)
 
     def session_of(self, request: Request) -> OpenSession | None:
-        """Return the session of a request, or None if it has none.
+        """Return the session of a request. None: the request belongs to no session.
 
         Raises:
-            HttpError: the key is wrong, or the session has ended.
+            HttpError: the key is wrong, or the session does not exist or has ended.
         """
         key, id_ = key_of(request), request.path_params.get("session")
         if id_ is not None:

@@ -16,7 +16,8 @@ logger = logging.getLogger("sglrl.gateway")
 def message_of(completion: Completion, ids: str = "") -> Message:
     """Return the message of a turn, as in OpenAI's chat completions.
 
-    The stop string at the end is removed. Tool calls that are not valid stay part of the content.
+    The stop string at the end is removed, unless the request sets ``no_stop_trim``. Tool calls that
+    are not valid stay part of the content.
 
     Args:
         completion: the turn.
@@ -52,12 +53,12 @@ def cuts_call(completion: Completion) -> bool:
 
 
 def token_text(completion: Completion, token: int, as_ids: bool) -> str:
-    """Return the text of a token, or "token_id:5" as in vLLM."""
+    """Return the text of a token, or with ``as_ids`` its id, such as "token_id:5" as in vLLM."""
     return f"token_id:{token}" if as_ids else completion.decode([token], False)
 
 
 def json_text(value: Any) -> str:
-    """Return a value as JSON text that can be encoded, also if the value has a lone surrogate."""
+    """Return a value as JSON text. Lone surrogates, which UTF-8 cannot encode, are escaped."""
     text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
@@ -67,7 +68,7 @@ def json_text(value: Any) -> str:
 
 
 def unsent(message: Message, part: Part, sent: Mapping[Part, str]) -> str:
-    """Return the text of a part of a message that a stream has not sent yet."""
+    """Return the rest of the text of a message's part, after the text that a stream has sent."""
     whole, before = message.get(part) or "", sent.get(part, "")
     if not whole.startswith(before):
         # Some parsers keep white space at the beginning of a part, but streams do not send it.

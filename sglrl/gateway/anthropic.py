@@ -48,8 +48,8 @@ _DISPLAYS: Final = (None, "summarized", "updates", "omitted")
 """Values of ``thinking.display``. With "omitted", an answer has no text of the reasoning. With all
 other values, it has the whole reasoning."""
 _SIGNATURE: Final = "sglrl"
-"""The signature of all reasoning. Clients expect a signature and send it back. It is not
-checked."""
+"""The signature of all reasoning. Clients expect a signature and send it back. The gateway does not
+check it."""
 _BLOCKS: Final[dict[Part, tuple[str, str]]] = {
     "reasoning_content": ("thinking", "thinking_delta"),
     "content": ("text", "text_delta"),
@@ -180,7 +180,7 @@ def anthropic_error(error: HttpError) -> dict[str, Any]:
         kind = "api_error" if error.status >= 500 else "invalid_request_error"
     message = str(error)
     if error.code == "context_length_exceeded":
-        # Agents that read these words shorten the conversation.
+        # If a message begins with these words, agents shorten the conversation.
         message = f"prompt is too long: {message}"
     return {"type": "error", "error": {"type": kind, "message": message}}
 
@@ -199,8 +199,8 @@ def usage_of(completion: Completion) -> dict[str, int]:
 def texts_of(message: Message) -> dict[Part, str]:
     """Return the text of each part of a message that becomes a block.
 
-    A part of only white space becomes no block. An answer that would have no block has one with an
-    empty text, because many agents read the first block.
+    A part of only white space becomes no block. If no part becomes a block and there are no tool
+    calls, the content becomes a block all the same, because many agents read the first block.
     """
     parts = {part: message.get(part) or "" for part in _BLOCKS}
     texts = {part: text for part, text in parts.items() if text.strip()}
@@ -216,8 +216,8 @@ class MessagesAnswer:
         id_: the id of the answer.
         model: the name of the model.
         request: the body of the request.
-        call_ids: a prefix that makes the ids of tool calls unique. "": they are unique within the
-            session.
+        call_ids: a prefix for the ids of tool calls. "": no prefix is needed, because the ids are
+            unique within the session.
     """
 
     def __init__(self, id_: str, model: str, request: MessagesRequest, call_ids: str = "") -> None:
@@ -228,7 +228,7 @@ class MessagesAnswer:
         self._block = -1
         """The number of the last block of the stream."""
         self._part: Part | None = None
-        """The part of the message in the open block. None: no block with a part is open."""
+        """The part of the message in the open block. None: no block for a part is open."""
 
     def whole(self, completions: Sequence[Completion]) -> dict[str, Any]:
         """Return an object of type "message"."""
@@ -247,7 +247,7 @@ class MessagesAnswer:
         return self._message(content, end, usage_of(completion))
 
     def begin(self) -> bytes:
-        # The numbers of tokens are known at the end. The event message_delta contains them.
+        # The numbers of tokens are known only at the end, in the event message_delta.
         nothing = {"stop_reason": None, "stop_sequence": None}
         message = self._message([], nothing, {"input_tokens": 0, "output_tokens": 0})
         return _event("message_start", message=message)
@@ -274,7 +274,7 @@ class MessagesAnswer:
         events = b""
         for part in texts_of(message):
             if part == "reasoning_content" and "content" in before:
-                # The block of the reasoning has ended. Only white space was not sent.
+                # The block of the reasoning has ended. The rest is only white space.
                 continue
             events += self.text(0, part, unsent(message, part, before))
         events += self._close()
@@ -303,7 +303,7 @@ class MessagesAnswer:
         }
 
     def _end_of(self, completion: Completion, message: Message) -> dict[str, Any]:
-        """Return the fields of an answer that are known at its end."""
+        """Return the fields of an answer that are known only at its end."""
         stop, match = "end_turn", None
         if message.get("tool_calls") and not cuts_call(completion):
             stop = "tool_use"
@@ -312,7 +312,8 @@ class MessagesAnswer:
             reached = most is not None and len(completion.output_ids) >= most
             stop = "max_tokens" if reached else "model_context_window_exceeded"
         elif completion.finish_reason == "abort":
-            # This is the nearest of Anthropic's reasons. It means that the answer may be continued.
+            # Anthropic has no reason for aborts. "pause_turn" means that the answer may be
+            # continued.
             stop = "pause_turn"
         elif isinstance(completion.stop_match, str):
             stop, match = "stop_sequence", completion.stop_match

@@ -21,8 +21,8 @@ Content = str | list[dict[str, Any]]
 
 _ACCOUNTING: Final = "x-anthropic-billing-header:"
 """The start of a line that some clients put before the system prompt, for the accounting of
-Anthropic's servers. The line is removed. It changes with every request, so each turn would
-otherwise begin a new conversation. https://github.com/sgl-project/sglang/pull/21064"""
+Anthropic's servers. The line changes with every request, and would thus begin a new conversation
+each time, so it is removed. https://github.com/sgl-project/sglang/pull/21064"""
 
 
 class InputMessage(msgspec.Struct, frozen=True):
@@ -66,14 +66,14 @@ class ToolResultBlock(msgspec.Struct, frozen=True):
 
 
 class ToolReferenceBlock(msgspec.Struct, frozen=True):
-    """A block that names a deferred tool. The model sees the tool from here on."""
+    """A block that names a deferred tool. The model sees the tool from this block on."""
 
     type: str
     tool_name: str
 
 
 class ToolChangeBlock(msgspec.Struct, frozen=True):
-    """A block that adds a tool, or removes a tool, from here on."""
+    """A block that adds or removes a tool for the rest of the conversation."""
 
     type: str
     tool: dict[str, Any]
@@ -113,11 +113,11 @@ def openai_messages(
 
     Adjacent messages of the same role become one message, and adjacent blocks of text become one
     text. Texts are joined without a separator, as in ``check_conversation``. Tools that messages
-    describe are added to ``tools.described``.
+    add or refer to are appended to ``tools.described``.
 
     Raises:
         InvalidRequest: there are no messages, a block is wrong or has an unsupported type, or the
-            conversation ends with an answer, which Anthropic's API would continue.
+            last message is the assistant's. Anthropic's API would continue this message.
     """
     if not messages:
         raise InvalidRequest("messages is empty")
@@ -154,7 +154,7 @@ class _Reader:
         self._functions = tools.by_name
 
     def blocks(self, content: Content | None, role: str, where: str) -> list[Block]:
-        """Return the checked blocks of a message."""
+        """Check the blocks of a message. Blocks that show, add or remove tools become texts."""
         if content is None or isinstance(content, str):
             return [TextBlock("text", content or "")]
         if not content and role != "assistant":

@@ -16,7 +16,7 @@ from .accepted_fields import ANTHROPIC_FIELDS
 from .dialect import convert_fields
 
 _SEARCH: Final = "tool_search_tool_"
-"""The start of the types of tools with which Anthropic's servers find deferred tools."""
+"""The start of the type of a tool that searches for deferred tools on Anthropic's servers."""
 
 
 class Tool(msgspec.Struct, frozen=True):

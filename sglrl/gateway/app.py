@@ -1,7 +1,7 @@
 """The routes of the gateway: an ASGI application.
 
 A request belongs to a session if its URL begins with ``/sessions/<id>``, or if its API key is the
-key of a session. Other requests are sampled on their own.
+key of a session. All other requests are sampled without a session.
 """
 
 from __future__ import annotations
@@ -316,8 +316,8 @@ def split_model(model: str, names: Sequence[str]) -> tuple[str, str]:
         names: the names of the model. They may have colons.
 
     Returns:
-        Both names. The adapter is "" if there is none, or if no name of the model comes before a
-        colon.
+        Both names. If ``model`` is one of ``names``, or does not begin with one of them and a
+        colon, they are ``model`` and "".
     """
     bases = [name for name in names if model.startswith(name + ":")]
     if model in names or not bases:
@@ -337,7 +337,7 @@ def _with_adapter(request: TurnRequest, adapter: str) -> TurnRequest:
 
 
 def _row_of(trajectory: Trajectory) -> dict[str, Any]:
-    """Return a trajectory for JSON. Its arrays are the arrays of ``Trajectory`` as lists."""
+    """Return a trajectory in a form for JSON, with lists in place of arrays."""
     arrays = ("prompt_ids", "response_ids", "loss_mask", "logprobs", "versions")
     loras = trajectory.lora_versions
     return {
@@ -363,7 +363,7 @@ class _Reward(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Using:
-    """Counts a running request of a session, so that the session does not expire meanwhile."""
+    """Counts a request of a session while the request runs, so that the session does not expire."""
 
     def __init__(self, session: OpenSession | None) -> None:
         self._session = session
@@ -386,7 +386,7 @@ def _samples(request: TurnRequest) -> bool:
 async def _stream(
     answer: Any, turn: Turn, streamed: Any, names: Mapping[str, str], stack: ExitStack
 ) -> AsyncIterator[bytes]:
-    """Yield the events of an answer. If the client disconnects, the iterator is closed.
+    """Yield the events of an answer. If the client disconnects, Starlette closes the iterator.
 
     Args:
         answer, streamed: ``Answer`` and ``StreamedText``, or ``TokenAnswer`` and

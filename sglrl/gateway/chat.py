@@ -139,7 +139,7 @@ class ChatRequest(FlatBody, frozen=True, kw_only=True):
 
     @property
     def _top_of_prompt(self) -> int | None:
-        """The number in ``prompt_logprobs``, or None. prime-rl's clients send true for 1."""
+        """``prompt_logprobs`` as a number, or None. prime-rl's clients send true for 1."""
         return None if self.prompt_logprobs in (None, False) else int(self.prompt_logprobs or 0)
 
     def _tool_choice(self) -> Any:
@@ -182,7 +182,7 @@ def parse(body: bytes, kind: type[_Request]) -> _Request:
 
 
 def _known_message(message: Message) -> Message:
-    """Return a message in a form that all chat templates know: its role, content and tool calls."""
+    """Convert the role, the content and the tool calls to a form that all chat templates know."""
     if message.get("role") == "developer":
         return {**message, "role": "system"}
     calls = message.get("tool_calls")
@@ -267,7 +267,7 @@ def _tag_of(form: ResponseFormat) -> dict[str, Any]:
 
 
 def _client_call(call: Mapping[str, Any], customs: frozenset[str]) -> Mapping[str, Any]:
-    """Return a tool call as the client expects it. The call of a custom tool has a text."""
+    """Return a tool call as the client expects it. Custom tools are called with a text."""
     function = call["function"]
     text = input_of(function["arguments"]) if function["name"] in customs else None
     if text is None:
@@ -288,7 +288,7 @@ def logprobs_of(completion: Completion, as_ids: bool = False, start: int = 0) ->
     Args:
         completion: a completion with logprobs.
         as_ids: return token ids in place of the texts of tokens, as ``token_text`` does.
-        start: the position of the first token.
+        start: the position in the output of the first token to return.
     """
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
@@ -323,9 +323,10 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         created: the time of the answer, in seconds since 1970.
         model: the name of the model.
         request: the body of the request.
-        call_ids: a prefix that makes the ids of tool calls unique. "": they are unique within the
-            session.
-        scored: the tokens of the prompt with their logprobs, if the request wants these.
+        call_ids: a prefix for the ids of tool calls. "": no prefix is needed, because the ids are
+            unique within the session.
+        scored: a list with the tokens of the prompt and their logprobs. Empty: the request does not
+            want them.
         tokens_sent: for each choice, the number of tokens whose logprobs a stream has sent.
     """
 

@@ -135,7 +135,8 @@ class CompletionAnswer(msgspec.Struct, frozen=True):
         created: the time of the answer, in seconds since 1970.
         model: the name of the model.
         request: the body of the request.
-        scored: for each prompt, its tokens with their logprobs, if the request wants these.
+        scored: for each prompt, its tokens with their logprobs. Empty: the request does not want
+            them.
     """
 
     id: str
@@ -303,7 +304,7 @@ def _logprobs_of(completion: Completion, sent: Sent, count: int, as_ids: bool) -
 
 
 def _offsets(completion: Completion, sent: Sent) -> list[int]:
-    """Return the number of characters before each token that was not sent yet."""
+    """Return, for each token that was not sent yet, the number of characters before it."""
     # The text of a token depends on a few tokens before it.
     before = max(0, sent.tokens - _CONTEXT_TOKENS)
     starts = _starts(completion, completion.output_ids[before:])

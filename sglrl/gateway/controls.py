@@ -33,8 +33,8 @@ _PAUSE_QUERY: Final = {"mode": list(_VLLM_MODES), "clear_cache": list(_FLAGS)}
 _SECONDS: Final = 60.0
 _DRAIN_SECONDS: Final = 3600.0
 _HEALTH_SECONDS: Final = 20.0
-"""The last three numbers are time limits in seconds: of a pause, of a pause that waits for running
-requests, and of ``/health_generate``."""
+"""Time limits in seconds. ``_SECONDS`` is for a pause, ``_DRAIN_SECONDS`` for a pause that waits
+for running requests, and ``_HEALTH_SECONDS`` for ``/health_generate``."""
 _UNSUPPORTED: Final = {
     "/update_weights_from_tensor": "its body is a pickle; the trainer calls Client.update_weights",
     "/update_weights_from_ipc": "the trainer calls Client.update_weights",
@@ -44,7 +44,7 @@ _UNSUPPORTED: Final = {
 OF_ONE_PROCESS: Final = frozenset(
     {"/pause_generation", "/continue_generation", "/pause", "/resume", *BODIES}
 )
-"""Endpoints that share state. If the gateway has several processes, the first process answers."""
+"""Endpoints that share state. If the gateway has several processes, only the first answers them."""
 
 
 class _Pause(msgspec.Struct, frozen=True):
@@ -275,7 +275,7 @@ class ControlEndpoints:
 
     async def _load_adapter(self, request: Request) -> dict[str, Any]:
         body = await self._access.body(request)
-        # The pool never evicts an adapter, so all adapters are pinned.
+        # The pool never evicts a LoRA adapter, so every value of ``pinned`` has the same effect.
         given = decode_body(body, _AdapterFolder, without_effect("pinned"))
         loaded = await self._client.load_lora(given.lora_name, given.lora_path)
         return {"success": True, "error_message": None, "version": loaded.version}

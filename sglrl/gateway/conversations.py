@@ -1,7 +1,8 @@
 """The requests of one agent as a tree of turns.
 
-An agent sends its whole conversation with every request. If the conversation begins with an earlier
-turn, the new turn continues exactly the tokens of that turn. Otherwise it begins a new branch.
+An agent sends its whole conversation with every request. If the messages begin with those of an
+earlier turn and its answer, the new turn continues exactly the tokens of the earlier turn. If not,
+the new turn begins a new branch.
 """
 
 from __future__ import annotations
@@ -33,10 +34,9 @@ from .errors import HttpError
 
 _encode = msgspec.json.Encoder(order="sorted", enc_hook=str).encode
 _REMEMBERED = 64
-"""Number of requests of a session that a client may repeat to receive the same answer."""
+"""Number of latest requests of a session for which a repetition receives the same answer."""
 MAX_TOKENS = 1 << 30
-"""The limit of a turn whose request gives none. The turn may fill the context, as in OpenAI's
-API."""
+"""``max_new_tokens`` of a turn without a limit, which may fill the context as in OpenAI's API."""
 OnTokens = Callable[[int, SessionSpec, TokenChunk], None]
 """A function that receives the number of a choice, the spec of its session, and new tokens."""
 
@@ -46,11 +46,11 @@ class Turn:
 
     Args:
         sampling: samples the choices.
-        keeps: whether to sample to the end although the client has disconnected.
-        repeated: whether the client has sent the request before. The first attempt may still
-            arrive.
-        late: whether this is probably the first attempt of a request that was already repeated. Its
-            client has disconnected, so the turn is not kept.
+        keeps: whether to sample to the end even if the client disconnects.
+        repeated: whether the client states that it has sent the request before. The first attempt
+            may arrive after this one.
+        late: whether this is probably a first attempt that arrives after its repetition. The client
+            no longer waits for the first attempt, so ``keeps`` has no effect.
 
     Attributes:
         task: the task that samples the choices.
@@ -78,7 +78,7 @@ class Turn:
 
     @property
     def failed(self) -> bool:
-        """Whether the turn returns no choices: it has raised an error, or is being cancelled."""
+        """Whether the turn returns no choices: it has failed, or was or is being cancelled."""
         task = self.task
         if not task.done():
             return task.cancelling() > 0
@@ -132,10 +132,10 @@ class Conversations:
     def __init__(self, session: Session) -> None:
         self._session = session
         self._ends: dict[bytes, tuple[SessionSpec, int]] = {}
-        """For each conversation that ends with a turn, the spec of the turn's session and the turn.
-        The key is the digest of the conversation as the client sees it."""
+        """For each conversation that ends with a turn, the spec of the turn's session and the
+        number of the turn. The key is the digest of the conversation as the client sees it."""
         self._idle: dict[int, Session] = {}
-        """Forks that sample nothing now, by the last turn that each has sampled."""
+        """Forks that sample nothing now, by the number of the last turn that each has sampled."""
         self._answers: dict[bytes, list[Turn]] = {}
         """The turns of the latest requests, by the digest of the request."""
         self._drawn: Counter[str] = Counter()
@@ -160,7 +160,7 @@ class Conversations:
         """Sample the choices of requests.
 
         A repeated request receives an earlier turn with the same digest: a turn whose client has
-        disconnected, or else the last turn.
+        disconnected, or else the last turn. If there is no such turn, a new turn is sampled.
 
         Args:
             requests: the requests, one for each prompt.
@@ -282,13 +282,13 @@ class Digest:
     """Digests of a conversation up to each of its messages.
 
     A digest depends only on the parts of answers that clients send back unchanged. Reasoning, the
-    form of the arguments of tool calls and white space around the content have no effect. Nor does
-    it matter whether an empty content is "" or null, or which half of a surrogate pair an argument
-    has.
+    form of the arguments of tool calls and white space around the content have no effect. An empty
+    content may be "" or null. A lone surrogate in an argument may be replaced by another.
 
     Args:
         messages: the messages of the conversation.
-        template: the values that decide how the conversation is rendered, and the adapter.
+        template: the values that decide how the conversation is rendered, and the name of the LoRA
+            adapter.
 
     Attributes:
         beginnings: for each message, the digest of the conversation up to this message.

@@ -67,8 +67,8 @@ class Deltas:
                 begin = at + 1
                 self._switch(token)
         if chunk.finish in ("", "abort"):
-            # A session continues a turn that was aborted. Any other last tokens of a turn are sent
-            # by ``Answer.end``.
+            # A session continues an aborted turn, so these are not its last tokens. ``Answer.end``
+            # sends the last tokens of a turn.
             new += self._text(chunk, begin, len(ids))
         return new
 
@@ -96,7 +96,7 @@ class Deltas:
         return [(part, text)]
 
     def _switch(self, token: int) -> None:
-        """Begin another part at a special token."""
+        """Choose the part of the text after a special token. None: this text is not passed on."""
         before, self._part = self._part, None
         if token == self._special.get(_OPENING) and before == "content" and not self.sent:
             self._part = "reasoning_content"

@@ -61,15 +61,15 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         messages: the conversation, as in OpenAI's chat completions. None: there is only a prompt.
-        prompt: text or token ids. If there are also messages, the prompt is token ids, which the
-            model receives. The messages then only decide how the answer is parsed.
+        prompt: text or token ids. With messages, the prompt is token ids: the model receives these
+            ids, and the messages only decide how the answer is parsed.
         choices: number of choices to sample.
         stream: whether the client wants the text while it is sampled.
         sampling: fields of ``SamplingParams``. Without ``max_new_tokens``, a turn may fill the
             context.
         tool_choice, parallel_tool_calls, top_logprobs: as in ``Session.generate``.
-        prompt_logprobs: which logprobs of the prompt are wanted. They need an answer with a field
-            ``scored``, and no stream. None: no logprobs of the prompt.
+        prompt_logprobs: which logprobs of the prompt are wanted. None: none. The answer is then no
+            stream, and has a field ``scored``.
         tools, chat_template_kwargs: as in ``Client.session``.
         later_tools: tools that a message describes. The prompt does not show them with the other
             tools.
@@ -79,7 +79,7 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
         stored: how the conversation is stored. A request whose conversation is stored has one
             choice.
         rid: the id by which clients may abort the request.
-        lora: the name of an adapter. "": the adapter of the session, if it has one.
+        lora: the name of a LoRA adapter. "": the LoRA adapter of the session, if it has one.
         experts_from: the first position whose routed experts are wanted, if the engines keep them.
             None: no routed experts.
     """
@@ -122,7 +122,7 @@ class Answer(Protocol):
             part: the part of the message that has the text.
             added: the new text.
             new: returns the tokens that have arrived since the last call for this choice. None:
-                there are none. The last tokens are only in ``end``.
+                there are none. The last tokens of a choice are passed to ``end`` alone.
         """
 
     def end(self, completions: Sequence[Completion], sent: Sequence[Mapping[Part, str]]) -> bytes:
@@ -159,7 +159,7 @@ class Progress(NamedTuple):
 
 
 class TokenAnswer(Protocol):
-    """Makes the answer to one request from tokens. Otherwise it is like ``Answer``."""
+    """Makes the answer to one request. Unlike ``Answer``, it receives tokens in place of texts."""
 
     def whole(self, completions: Sequence[Completion]) -> Any:
         """Return the whole answer, for JSON."""
@@ -186,7 +186,8 @@ class Body(Protocol):
     """The body of a request.
 
     Attributes:
-        model: the name of the model that the client sends. None: the API has no name of a model.
+        model: the name of the model that the client sends. None: requests of this API do not name a
+            model.
     """
 
     @property
@@ -265,14 +266,13 @@ def decode_body(body: bytes, kind: type[_T], fields: Fields = _NO_FIELDS) -> _T:
 
 
 def _with_surrogates(body: bytes) -> dict[str, Any] | None:
-    """Parse a body with lone surrogates. Return its fields, or None if it is not a JSON object.
+    """Parse a body with surrogates. None: the body has none, or is not a JSON object.
 
-    Lone surrogates occur because clients cut texts in the middle of a surrogate pair, and models
-    sample one half of a pair. They are not Unicode text, so U+FFFD replaces them in the
-    conversation.
+    Clients cut texts in the middle of a surrogate pair, and models sample one half of a pair. A
+    lone surrogate is not Unicode text, so U+FFFD replaces it in the conversation.
 
     Raises:
-        InvalidRequest: another field has a lone surrogate.
+        InvalidRequest: a field outside the conversation has a lone surrogate.
     """
     if not _SURROGATE.search(body):
         return None

@@ -84,8 +84,8 @@ def error_of(error: Exception) -> HttpError:
 def named(error: Exception, names: Mapping[str, str]) -> Exception:
     """Return an error whose message names the fields as the client wrote them.
 
-    Behind the dialects, sampling parameters have our names. Only these names are replaced. Values
-    in the message, which come after "got" or in quotation marks, are not changed.
+    The dialects give sampling parameters our names. Only these names are replaced. The values in a
+    message come after "got" or are in quotation marks, and are not changed.
 
     Args:
         error: the error with our names.

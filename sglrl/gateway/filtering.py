@@ -37,7 +37,7 @@ class Filtering:
         """Check the tools that the model cannot be shown. Log each omitted type of tool once.
 
         Raises:
-            InvalidRequest: there is such a tool, and the options reject it.
+            InvalidRequest: there is a tool that cannot be shown, and the options reject it.
         """
         for tool in request.left_out:
             if self._options.unsupported_tools == "reject":
@@ -76,12 +76,12 @@ class Filtering:
 
 
 def _one_system(messages: Sequence[Mapping[str, Any]], merges: bool) -> list[Message]:
-    """Return the messages with at most one system message, which is the first.
+    """Return the messages with at most one system message, which comes first.
 
     Args:
         messages: the messages of a conversation.
-        merges: whether to join all system messages. With False, only those at the beginning are
-            joined, and the others become user messages.
+        merges: whether to join all system messages. False: system messages at the beginning are
+            joined, and later ones become user messages.
     """
     leading = sum(1 for _ in takewhile(_is_system, messages))
     among = messages if merges else messages[:leading]

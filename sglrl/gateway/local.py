@@ -48,7 +48,7 @@ class LocalGateway:
 
     async def __aenter__(self) -> Self:
         client, settings = self._client, self._settings
-        # Loading the tokenizer takes seconds. Otherwise the first request would wait for this.
+        # Loading the tokenizer takes seconds. The first request should not wait for it.
         box = client.requests.box
         await load_tokenizer(box)
         shows_system = await in_thread(template_shows_system, box)
@@ -82,7 +82,7 @@ class LocalGateway:
 
     @asynccontextmanager
     async def lend(self, session: Session) -> AsyncIterator[None]:
-        """Let HTTP requests use a session while the block runs. Turns that still run then end."""
+        """Let HTTP requests use a session while the block runs. Then end all running turns."""
         opened = self.registry.add(session)
         session.address = f"{self.url}/sessions/{opened.id}/v1", opened.key
         try:

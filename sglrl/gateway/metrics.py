@@ -30,7 +30,7 @@ _FIRST_TOKEN_SECONDS: Final = (
 _TURN_SECONDS: Final = (
     0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0,
 )  # fmt: skip
-"""Upper bounds of the histogram's buckets, in seconds. A turn of an agent may take minutes."""
+"""Upper bounds of the buckets of both histograms, in seconds. A turn may take minutes."""
 _STATS_SECONDS: Final = 5.0
 """Time limit for the engines' statistics. By default, Prometheus waits 10 s for all metrics."""
 
@@ -116,7 +116,7 @@ class Metrics:
             self._first.observe(min(first) - began)
 
     async def exposition(self, accept: str, running: int, sessions: int) -> tuple[bytes, str]:
-        """Return all metrics as text, and its media type.
+        """Return all metrics as text, and the media type of the text.
 
         Args:
             accept: the header "accept" of the request.

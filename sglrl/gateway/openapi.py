@@ -20,7 +20,7 @@ _KEYS: Final = {
 
 
 class ApiRoute(Route):  # type: ignore[misc]
-    """An endpoint, with the facts that the document states about it.
+    """An endpoint, with the facts that the OpenAPI document states about it.
 
     Args:
         path: the path of the endpoint.
@@ -53,7 +53,7 @@ class ApiRoute(Route):  # type: ignore[misc]
         self.public = public
 
     async def handle(self, scope: Any, receive: Any, send: Any) -> None:
-        # The answer to a method that is not allowed is made with this function.
+        # If the method is not allowed, the application makes the answer with this function.
         scope["error_body"] = self.error
         await super().handle(scope, receive, send)
 

@@ -59,7 +59,8 @@ async def score_prompts(
     Args:
         client: computes the logprobs.
         wanted: the wanted logprobs of each prompt. None: no logprobs of this prompt.
-        completions: the completions of all prompts, in order. Each prompt has as many of them.
+        completions: the completions of all prompts, in order. Each prompt has the same number of
+            completions.
     """
     each = len(completions) // len(wanted)
     firsts = completions[::each]

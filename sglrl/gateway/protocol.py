@@ -19,9 +19,9 @@ class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
     body that no handler reads.
 
     Args:
-        seconds: time limit for the head of a request. It counts from the start of the connection,
-            or from the first byte of the request. The same limit again applies to the time from the
-            end of the head to the end of the request.
+        seconds: time limit for the head of a request. It counts from the start of the connection
+            for the first request, and from the first byte for later requests. The same limit
+            applies again to the time from the end of the head to the end of the request.
     """
 
     def __init__(self, *args: Any, seconds: float, **options: Any) -> None:
@@ -30,9 +30,9 @@ class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         self._timer: asyncio.TimerHandle | None = None
         self._in_head = True
         self._received = 0
-        """Number of bytes received of a head that is not complete."""
+        """Number of bytes received since the current head began."""
         self._cycles: deque[Any] = deque()
-        """Requests without an answer. When the connection is lost, uvicorn ends only the last."""
+        """Requests without an answer. If the connection is lost, uvicorn notifies only the last."""
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)

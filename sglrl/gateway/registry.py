@@ -19,7 +19,7 @@ from .store import Store
 logger = logging.getLogger("sglrl.gateway")
 
 KEY_PREFIX = "sk-sglrl-"
-"""The start of each session's key. With it, the key of an ended session is recognized as one."""
+"""The start of each session's key. An unknown key with this prefix belongs to an ended session."""
 _MIN_SECONDS, _MAX_SECONDS = 1.0, 3600.0
 """Minimum and maximum time between two checks for unused sessions."""
 
@@ -30,7 +30,8 @@ class OpenSession:
     Attributes:
         id: the id of the session, which is part of its URL. It begins with the number of the
             session's process.
-        key: the API key that selects the session. After ``KEY_PREFIX``, it has the same number.
+        key: the API key that selects the session. After ``KEY_PREFIX``, it also has the number of
+            the session's process.
         conversations: the conversations of the session's agents.
         used: the time of the last request, on the loop's clock.
         requests: number of requests that are running.
@@ -87,7 +88,7 @@ class Registry:
         return self.add(Session(SessionSpec(self._client.requests, options)))
 
     def add(self, session: Session) -> OpenSession:
-        """Open a session whose turns belong to ``session``."""
+        """Return a new ``OpenSession`` whose turns belong to ``session``."""
         made = OpenSession(Conversations(session), self._now(), self._process)
         self._by_id[made.id] = self._by_key[made.key] = made
         if self._expiring is None:

@@ -21,7 +21,7 @@ from .tool_kinds import Shown, input_of
 Item = dict[str, Any]
 _PARTS: Final[tuple[Part, ...]] = ("reasoning_content", "content")
 _TEXT: Final[dict[Part, str]] = {"reasoning_content": "reasoning", "content": "output"}
-"""For each part of a message, the start of the names of its events with text."""
+"""For each part of a message, the word before "_text" in the names of its events."""
 _VALUES: Final = {"function_call": "arguments", "custom_tool_call": "input"}
 """For each type of tool call, the field with the text that the model has written."""
 
@@ -35,8 +35,8 @@ class ResponsesAnswer:
         head: the fields of the answer that are known before the turn is sampled.
         logprobs: whether to add the logprobs of all tokens to the message.
         token_ids: whether to add the token ids of the prompt and of the turn.
-        call_ids: a prefix that makes the ids of tool calls unique. "": they are unique within the
-            session.
+        call_ids: a prefix for the ids of tool calls. "": no prefix is needed, because the ids are
+            unique within the session.
         shown: the tools of the client, by the name that the model sees.
     """
 
@@ -114,7 +114,7 @@ class ResponsesAnswer:
         return event({"type": name, "sequence_number": number, **content}, name)
 
     def _begin_part(self, part: Part) -> bytes:
-        """Begin the item of a part, unless it is open."""
+        """Begin the item of a part, unless it is open. Close the item that was open before."""
         if part == self._open:
             return b""
         events = self._close(self._text_item(self._open, self._text)) if self._open else b""
@@ -257,7 +257,7 @@ def _logprobs_of(completion: Completion) -> list[dict[str, Any]]:
     tokens: list[dict[str, Any]] = logprobs_of(completion)["content"]
     for token in tokens:
         for one in (token, *token["top_logprobs"]):
-            # This API does not allow null here.
+            # This API does not allow null for the bytes of a token.
             one["bytes"] = one["bytes"] or []
     return tokens
 

@@ -30,8 +30,8 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
     """Return the messages of an input.
 
     An answer consists of items: reasoning, a message and calls, in this order. They become one
-    message, as ``message_of`` returns it. An item that comes earlier in this order than the item
-    before it begins another answer.
+    message, as ``message_of`` returns it. An item begins another answer unless it comes later in
+    this order than the item before it, or both are calls.
 
     Raises:
         InvalidRequest: an item is wrong, or its type is not supported. The error states its
@@ -41,7 +41,7 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
         return [{"role": "user", "content": given}] if given else []
     messages: list[Message] = []
     last = ""
-    """The part of an answer that the previous item is. "": the previous item is no such part."""
+    """The part of an answer that the previous item is. "": the next item begins a new message."""
     for at, item in enumerate(given):
         name = f"input[{at}]"
         role, part, value = _read(item, name)
@@ -65,7 +65,7 @@ def messages_of(given: str | Sequence[Mapping[str, Any]]) -> list[Message]:
 
 
 def _read(item: Mapping[str, Any], name: str) -> tuple[str, str, Any]:
-    """Return the role of an item, its value, and between them the part of an answer that it is.
+    """Return the role of an item, the part of an answer that it is, and its value.
 
     The part is "" if the item is not part of an answer.
     """

@@ -1,12 +1,13 @@
 """Routed experts in requests and answers, in the formats of SGLang's and vLLM's servers.
 
-SGLang's requests have the fields ``return_routed_experts`` and ``routed_experts_start_len``, the
-first position that is wanted. See ``srt/entrypoints/openai/protocol.py`` of SGLang.
+SGLang's requests have the fields ``return_routed_experts`` and ``routed_experts_start_len``. The
+second is the first position whose experts are wanted. See ``srt/entrypoints/openai/protocol.py`` of
+SGLang.
 
 vLLM returns experts whenever the engine keeps them, from the position
 ``routed_experts_prompt_start`` on (``sampling_params.py``). vLLM's answer contains a ``.npy`` file.
-prime-rl converts this file to another form, which the client of verifiers reads
-(``verifiers/v1/graph.py`` 0.4.0). Our answer has that form.
+The client of verifiers cannot read it, so prime-rl converts it. Our answer has the form after this
+conversion (``verifiers/v1/graph.py`` 0.4.0).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def given_experts(wanted: bool | None, start: int | None) -> dict[str, Any]:
         start: the value of ``routed_experts_start_len``.
 
     Raises:
-        InvalidRequest: the position is negative, or is given although no experts are wanted.
+        InvalidRequest: ``start`` is negative, or is given although no experts are wanted.
     """
     if (start or 0) < 0:
         raise InvalidRequest("routed_experts_start_len must not be negative")
@@ -50,8 +51,8 @@ def experts_of(completion: Completion, start: int | None) -> dict[str, Any]:
     """Return the fields of an answer with the experts from a position on.
 
     ``routed_experts`` is int32 [tokens, layers, k] in base64, as SGLang sends it.
-    ``routed_experts_start_len`` is the position of the first row, which SGLang does not send. A
-    turn of a session has only rows that no earlier turn had.
+    ``routed_experts_start_len`` is the position of the first row, which SGLang does not send. In a
+    session, a turn does not repeat the rows of earlier turns.
     """
     first = max(start or 0, completion.routed_from)
     rows = completion.routed_experts
@@ -65,8 +66,8 @@ def experts_of(completion: Completion, start: int | None) -> dict[str, Any]:
 def experts_for_verifiers(completion: Completion) -> dict[str, Any] | None:
     """Return the experts of a completion in the form for verifiers, or None if it has none.
 
-    ``data`` is uint8 or uint16 of the given ``shape``, [tokens, layers, k], in base64. It comes
-    first, as the client requires. ``start`` is the position of the first row.
+    ``data`` is uint8 or uint16 of the given ``shape``, [tokens, layers, k], in base64. The client
+    requires that ``data`` is the first field. ``start`` is the position of the first row.
     """
     rows = completion.routed_experts
     if rows is None:

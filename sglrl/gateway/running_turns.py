@@ -61,7 +61,7 @@ class RunningTurns:
             session: abort only turns of this session. None: the turns of all clients.
 
         Returns:
-            The number of turns that had such choices.
+            The number of turns with choices that were aborted.
         """
         count = 0
         for turn, entry in list(self._turns.items()):

@@ -14,10 +14,10 @@ _Body = TypeVar("_Body", bound="SamplingBody")
 
 
 class SamplingBody(msgspec.Struct, frozen=True, kw_only=True):
-    """A part of a request that has sampling fields. ``sampling_fields`` adds them.
+    """A part of a request that has sampling fields. The decorator ``sampling_fields`` adds them.
 
     Attributes:
-        dialect: one of ``DIALECTS``.
+        dialect: one of ``DIALECTS`` of ``sampling_fields.py``.
         first_names: for each of our names of a sampling parameter, the client's first name.
         other_names: for each of the client's further names of a parameter, our name.
     """

@@ -118,7 +118,7 @@ class Gateway:
         # would come with a remote traceback.
         await load_tokenizer(client.requests.box)
         async with AsyncExitStack() as stack:
-            # The port stays reserved, so that the replacement of a process listens at it too.
+            # The port stays reserved, so that a process that replaces another can listen at it.
             port = stack.enter_context(reserved(settings.host, settings.port)).getsockname()[1]
             sockets: tuple[str, ...] = ()
             if self._count > 1:
@@ -200,7 +200,7 @@ def serve(
         api_key: the key that clients must send, unless they send the key of a session. "": any key
             is accepted. An address that other machines can reach needs a key.
         tls_cert, tls_key: files of a certificate and its key in PEM format, for https.
-        keep_disconnected: sample the turn of a client that disconnects to its end, and keep it in
+        keep_disconnected: if a client disconnects, sample its turn to the end, and keep the turn in
             the session's trajectory. If the client sends the request again, it receives this turn.
             False: abort the turn.
         expire_after: seconds without a request after which a session ends.

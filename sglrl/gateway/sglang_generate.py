@@ -180,7 +180,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
         return [convert_fields(one, _Sampling, SGLANG_FIELDS, **_SAMPLING_PART) for one in several]
 
     def _rids(self, count: int) -> list[str]:
-        """Return for each prompt the id by which clients may abort it."""
+        """Return for each prompt the id by which clients may abort its completions."""
         rid = self.rid or ""
         if isinstance(rid, str):
             return [f"{rid}_{at}" for at in range(count)] if count > 1 else [rid]
@@ -193,7 +193,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _each(name: str, value: _T | list[_T] | None, default: _T, count: int) -> list[_T]:
-    """Return a list with a value for each prompt. The request gives one value, or such a list."""
+    """Return a list with a value for each prompt. A value that is not a list is for all prompts."""
     if not isinstance(value, list):
         return [default if value is None else value] * count
     if len(value) != count:
@@ -202,7 +202,7 @@ def _each(name: str, value: _T | list[_T] | None, default: _T, count: int) -> li
 
 
 def _given(params: _Sampling, fields: Any, at: int) -> dict[str, Any]:
-    """Return the fields of ``SamplingParams`` that a request gives, and the default length."""
+    """Return the given fields of ``SamplingParams``, with SGLang's default of the length."""
     values = params.given_sampling(min_tokens=0)
     given = fields[at] if isinstance(fields, list) else fields or {}
     if "max_new_tokens" not in given:
@@ -237,7 +237,8 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         given: for each completion, the tokens whose logprobs are wanted at each position.
         experts_from: the first position whose routed experts are wanted. None: no routed experts.
         decoded: the texts of tokens that were decoded so far, by token id.
-        scored: for each prompt, its tokens with their logprobs, if the request wants these.
+        scored: for each prompt, its tokens with their logprobs. Empty: the request does not want
+            them.
     """
 
     ids: list[str]
@@ -303,7 +304,7 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return info
 
     def _logprobs(self, index: int, completion: Completion) -> dict[str, Any]:
-        """Return the logprobs of a completion. Each comes with its token, and its text or null."""
+        """Return the logprobs of a completion, each with its token and the token's text or null."""
 
         def entry(logprob: float | None, id_: int) -> list[Any]:
             text = self.decoded.get(id_) if self.texts else None
@@ -316,7 +317,8 @@ class GenerateAnswer(msgspec.Struct, frozen=True, kw_only=True):
         if self.scored:
             prompt = self.scored[index * len(self.scored) // len(self.ids)]
         logprobs: dict[str, Any] = {
-            # In SGLang, the first token in this list has no logprob, at whatever position it is.
+            # As in SGLang, the first item has no logprob, even if it is not the prompt's first
+            # token.
             "input_token_logprobs": [
                 entry(one.logprob if at else None, one.id) for at, one in enumerate(prompt)
             ],

@@ -1,6 +1,6 @@
 """Turns that belong to no session.
 
-If a client, a pause or a weight update aborts such a turn, the answer has its tokens so far.
+If a client, a pause or a weight update aborts one, the answer has the tokens so far.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .unfinished import aborted, without_tokens
 
 
 class StatelessTurn(Turn):
-    """The choices of requests that belong to no session. They are sampled at the same time.
+    """The choices of requests that belong to no session. All choices are sampled at the same time.
 
     Args:
         base: the spec whose settings apply to all requests.

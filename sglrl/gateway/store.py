@@ -69,7 +69,9 @@ class Store:
 
 
 def continued(request: TurnRequest, store: Store | None) -> TurnRequest:
-    """Put the stored conversation that a request continues before the request's own messages.
+    """Add the stored conversation that a request continues to the messages of the request.
+
+    The stored conversation comes after the ``unstored`` messages and before all others.
 
     Args:
         request: the request.

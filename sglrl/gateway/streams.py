@@ -58,8 +58,8 @@ class StreamedText:
     """Makes the events of a stream with the text of messages.
 
     Attributes:
-        arrived: the new texts. For each, there is the number of its choice, the part of its
-            message, the text, and the ``NewTokens`` that have arrived since the previous text.
+        arrived: the new texts. Each item has the number of the choice, the part of the message, the
+            text, and the ``NewTokens`` that have arrived since the choice's previous text.
     """
 
     def __init__(self, requests: Sequence[TurnRequest]) -> None:
@@ -124,8 +124,8 @@ class StreamedTokens:
         if entry is None:
             entry = self._choices[choice] = _Choice(spec, self._requests[choice], self._began)
         if chunk.finish in ("", "abort") and chunk.ids:
-            # A session continues a turn that was aborted. Any other last tokens of a turn are sent
-            # by ``TokenAnswer.end``.
+            # A session continues an aborted turn, so these are not its last tokens.
+            # ``TokenAnswer.end`` sends the last tokens of a turn.
             entry.add(chunk)
             self.arrived.add(choice)
 
@@ -154,7 +154,7 @@ class _Choice:
         self._texts = StreamText(spec.requests.decode, self._params)
         self._undecoded: list[TokenChunk] = []
         self._chunks: list[TokenChunk] = []
-        """The tokens so far. Those of one policy version are joined, so there are few chunks."""
+        """The tokens so far. Chunks of one policy version are joined, so there are few."""
         self._tokens = 0
         self.sent = Sent()
 
@@ -202,8 +202,8 @@ def _joined(one: TokenChunk, other: TokenChunk) -> TokenChunk:
 
 
 def _prompt_of(spec: SessionSpec, request: TurnRequest) -> bytes:
-    """Return the prompt's token ids, int32, or b"" if they are not known yet."""
+    """Return the token ids of the prompt of a turn that has begun, int32."""
     if request.prompt is not None and not isinstance(request.prompt, str):
         return np.array(request.prompt, "<i4").tobytes()
-    # The turn has begun, so its prompt is encoded.
+    # The prompt was encoded when the turn began.
     return spec.known_ids or b""

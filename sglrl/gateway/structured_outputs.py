@@ -22,7 +22,7 @@ _OURS: Final = {
     "regex": "regex",
     "grammar": "ebnf",
 }
-"""For each grammar in ``structured_outputs``, our name. All others become structural tags."""
+"""Our names of the grammars of ``structured_outputs``. All others become structural tags."""
 
 
 class _Fields(msgspec.Struct, frozen=True, kw_only=True):

@@ -29,8 +29,8 @@ _SECONDS: Final = 300.0
 _MAX_DIGITS: Final = 10
 """Maximum number of digits of a version."""
 _UNCHANGED: Final = without_effect("flush_cache", "torch_empty_cache")
-"""Fields that have no effect. The prefix cache need not be flushed, because versions never share
-it."""
+"""Fields that have no effect. The prefix cache need not be flushed, because policy versions do not
+share its entries."""
 
 
 class _Join(msgspec.Struct, frozen=True):
@@ -85,7 +85,7 @@ class _Member(NamedTuple):
 
     Attributes:
         group: a ``TrainerGroup``.
-        thread: the only thread that may use the group. It waits for the trainer.
+        thread: waits for the trainer. No other thread may use the group, except to abort it.
     """
 
     group: Any
@@ -235,7 +235,7 @@ async def _run(thread: ThreadPoolExecutor, work: Callable[..., Any], *arguments:
 
 
 def _port(given: int | str) -> int:
-    """Return a port. AReaL sends it as text, and SGLang converts it."""
+    """Return a port as a number. AReaL sends it as text, which SGLang's server accepts."""
     text = str(given)
     number = text.isascii() and text.isdecimal() and len(text) <= len("65535")
     if not (number and 1 <= int(text) <= 65_535):

@@ -32,7 +32,7 @@ class _AbortSeveral(msgspec.Struct, frozen=True):
 
 
 class UtilityEndpoints:
-    """Answers the requests to these endpoints.
+    """Answers requests that abort turns, convert text, describe the model, or flush caches.
 
     Args:
         client: the client of the pool.

@@ -151,7 +151,8 @@ class TokensAnswer(msgspec.Struct, frozen=True, kw_only=True):
         created: the time of the answer, in seconds since 1970.
         model: the name of the model.
         request, sampling: the body of the request, and its ``sampling_params``.
-        scored: the tokens of the prompt with their logprobs, if the request wants these.
+        scored: a list with the tokens of the prompt and their logprobs. Empty: the request does not
+            want them.
     """
 
     id: str
@@ -220,7 +221,7 @@ class TokensAnswer(msgspec.Struct, frozen=True, kw_only=True):
         return choice
 
     def _stop_reason(self, completion: Completion) -> str | int | None:
-        """Return the client's stop string or token, or None if the output ended otherwise."""
+        """Return the client's stop string or token, or None if the output ended in another way."""
         match = completion.stop_match
         given = self.sampling.given_sampling().get("stop_token_ids", ())
         return None if isinstance(match, int) and match not in given else match
