@@ -122,7 +122,7 @@ _PASSED_ON: Final = {
     "other hardware": "mlx_enable_sampling",
 }
 PASSED_ON: Final = {name: about for about, names in _PASSED_ON.items() for name in names.split()}
-"""For each field without a test of its effect, its subject. SGLang's scheduler reads the field."""
+"""The subject of each field that SGLang's scheduler reads and that has no test of its effect."""
 
 HARMLESS: Final = {
     "skip_server_warmup": "there is no server to warm up",

@@ -49,7 +49,7 @@ class Argument(NamedTuple):
         state: one of ``STATES``.
         note: the reason for the state. For "tested", this is the test. For "passed on", it is the
             subject of the field. For "set by sglrl", it is the argument to use in its place. For
-            "harmless" and "rejected", it says why the field has no use here.
+            "harmless" and "rejected", it is the reason why the field has no use here.
     """
 
     state: State

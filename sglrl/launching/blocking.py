@@ -33,8 +33,8 @@ _T = TypeVar("_T")
 class BlockingClient:
     """``Client`` without ``await``. Several threads may use it.
 
-    A blocking client has all public methods and properties of ``Client``. ``sglrl.blocking`` makes
-    one. Ctrl-C while a method waits cancels the call at the workers.
+    A blocking client has all public methods and properties of ``Client``. ``sglrl.blocking``
+    returns a blocking client. Ctrl-C while a method waits cancels the call at the workers.
     """
 
     def __init__(self, client: Client) -> None:
@@ -43,7 +43,8 @@ class BlockingClient:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.thread: ClientThread | None = None
         self._lock = threading.Lock()
-        """Held to submit a coroutine and to stop the loop, so that no stopped loop receives one."""
+        """Held to submit a coroutine and to stop the loop. No coroutine is submitted to a stopped
+        loop."""
         self.runs: set[Rollout] = set()
         """The rollouts that were entered and are not yet closed."""
 
@@ -58,7 +59,7 @@ class BlockingClient:
             thread.loop.close()
             raise
         self.loop, self.thread = thread.loop, thread
-        # This finalizer does not run at interpreter exit, because the thread has its own for that.
+        # This finalizer does not run at interpreter exit, when the finalizer of the thread runs.
         weakref.finalize(self, thread.end_unclosed).atexit = False
         try:
             self.wait(self.source.__aenter__())

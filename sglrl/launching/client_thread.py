@@ -27,9 +27,9 @@ finish within the same time at interpreter exit."""
 class ClientThread(threading.Thread):
     """Runs the loop of a client until ``end`` is called, and then closes the client.
 
-    At interpreter exit, the thread also ends if its client was never closed. Otherwise uvloop would
-    run the loop's timers after the interpreter is finalized, which crashes the process with
-    SIGSEGV.
+    At interpreter exit, the thread also ends if its client was never closed. If the thread still
+    ran, uvloop would run the loop's timers after the interpreter is finalized, which crashes the
+    process with SIGSEGV.
 
     Args:
         client: the client whose event loop this thread runs.
@@ -48,8 +48,8 @@ class ClientThread(threading.Thread):
 
     def run(self) -> None:
         """Run the loop, then cancel its remaining tasks."""
-        # The finalizer holds a reference to the thread. At interpreter exit, the latest finalizer
-        # runs first. The owner of the client may have a later one that closes the client.
+        # This finalizer refers to the thread, so it runs only at interpreter exit. Later finalizers
+        # run first. One of them may close the client for its owner.
         at_exit = weakref.finalize(self, self._end_at_exit)
         try:
             try:
@@ -62,7 +62,7 @@ class ClientThread(threading.Thread):
 
     async def _serve(self) -> None:
         await self._ended.wait()
-        # This does nothing unless the client was never closed.
+        # If the client is closed already, this does nothing.
         await self.close_client()
 
     async def close_client(self, **kwargs: Any) -> None:

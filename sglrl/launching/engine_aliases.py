@@ -55,7 +55,7 @@ effect."""
 def without_aliases(args: Mapping[str, Any], known: Set[str]) -> dict[str, Any]:
     """Replace the aliases in an engine's arguments by the names of their fields.
 
-    A name stays as it is if the installed SGLang does not have the field.
+    A name in ``known`` stays as it is. So does an alias of a field that is not in ``known``.
 
     Args:
         args: the arguments by field name or alias.

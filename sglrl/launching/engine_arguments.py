@@ -46,7 +46,7 @@ FOREIGN_ARGUMENTS = {
     "max_new_tokens": "max_new_tokens= of generate",
     "temperature": "temperature= of generate",
 }
-"""Arguments of vLLM and other libraries that ``launch`` rejects, each with our name for it."""
+"""Arguments of vLLM and other libraries that ``launch`` rejects, each with what to use instead."""
 
 DTYPES = {
     "auto": "auto",

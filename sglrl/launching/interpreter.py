@@ -16,7 +16,7 @@ from ..version import __version__
 from ..wire.processes import Environment
 
 _SECONDS = 60.0
-"""Seconds that a run of the interpreter may take. On an idle machine, one takes 0.2 s."""
+"""Seconds that a run of the interpreter may take. On an idle machine, a run takes 0.2 s."""
 
 
 def find_python(python: str | os.PathLike[str]) -> str:

@@ -114,17 +114,17 @@ def launch(
             None: twice the number of calls that the worker's engine runs at once.
         max_queue: maximum number of calls that wait at the driver. A further call raises
             ``Overloaded``.
-        max_queue_bytes: maximum bytes of the calls that wait at the driver. A call that exceeds it
-            raises ``Overloaded``. Token ids (4 bytes each) and raw frames count. A prompt that
-            several samples share counts once.
+        max_queue_bytes: maximum bytes of the calls that wait at the driver. A call that would
+            exceed this limit raises ``Overloaded``. Token ids (4 bytes each) and raw frames count.
+            A prompt that several samples share counts once.
         max_calls_per_client: maximum number of calls of one client that wait at the driver. A
             further call raises ``Overloaded`` in that client. The client that ``launch`` returns is
             one client. Each client of ``sglrl.connect`` is another. None: ``max_queue``. Clients
             always take turns.
         max_unread_bytes: limit on unread bytes of answers for one client of ``sglrl.connect``. At
-            the limit, the driver sends this client no more answers, and its further calls wait
-            until it reads. At 4 times the limit (or 4 times ``max_message_bytes``, if that is
-            more), the client is dropped and its calls end. The limit is at least 4 MiB.
+            the limit, the driver sends this client no more answers, and further calls of this
+            client wait until it reads. At 4 times the limit (or 4 times ``max_message_bytes``, if
+            that is more), the client is dropped and its calls end. The limit is at least 4 MiB.
         address: the address on which the driver listens: "ipc" for a private folder, "tcp" for the
             loopback interface, or "tcp://HOST:PORT". HOST is an IP address, an interface of this
             machine, or "0.0.0.0" for all interfaces. PORT may be "*". An address beyond the
@@ -155,12 +155,12 @@ def launch(
             first on. With ``gpus=[1, 2, 3]``, GPU 0 stays free for a trainer.
         weight_device: the device from which this process will send weights ("cuda:0", "cpu"). The
             group for weight updates is then formed at the start, not at the first update.
-        keep_weights: which hosts keep a copy of the current weights in their memory, from which the
-            replacement of a lost worker loads them. "auto": if only one worker has these weights,
-            its host keeps a copy. A single replica can then continue after a crash without the
-            trainer. ``update_weights`` returns after the copy is complete. "host": one worker on
-            each host copies its weights. None: no host keeps a copy. A copy needs as much memory as
-            the model. If a host has too little, a warning is logged.
+        keep_weights: which hosts keep a copy of the current weights in their memory. The
+            replacement of a lost worker loads this copy. "auto": if only one worker has the current
+            weights, its host keeps a copy. A single replica can then continue after a crash without
+            the trainer. ``update_weights`` returns after the copy is complete. "host": one worker
+            on each host copies its weights. None: no host keeps a copy. A copy needs as much memory
+            as the model. If a host has too little, a warning is logged.
         engine: "sglang", or "fake" for a deterministic engine without torch, for tests. The fake
             engine repeats the prompt, or returns ``answers=``: lists of token ids, one list for
             each request. Its weight updates need torch and change only the version.
@@ -169,7 +169,8 @@ def launch(
             off if it does not fit the installed SGLang. With deterministic inference or
             ``rl_on_policy_target``, an acceleration that may change a kernel or rounding stays off
             too. ``client.info.accelerations`` names the accelerations that are on. The environment
-            variable ``SGLRL_ACCELERATIONS`` ("none", or names separated by commas) replaces True.
+            variable ``SGLRL_ACCELERATIONS`` ("none", or names separated by commas) is used in place
+            of True.
         deterministic: give the same tokens and logprobs for a request, bit for bit, whatever other
             requests are in its batch. This holds also if the request is retracted or continues on
             another worker. The request needs a seed or ``temperature=0``. This sets SGLang's
@@ -182,7 +183,7 @@ def launch(
             that requests may select with ``logit_processor=``. Workers import them at the start.
         progress: show the start on stderr: a status line on a terminal, otherwise one line. None:
             True, unless the environment variable ``SGLRL_PROGRESS`` is "0". The tokenizer is loaded
-            at its first use. This is shown too if it takes longer than a second.
+            at its first use. Loading that takes longer than a second is shown too.
         log_dir: folder that keeps the output of every worker, one file for each process. None: only
             the output of a worker that fails is kept, in ``logs`` in ``$SGLRL_CACHE``. Errors and
             log lines name the file.

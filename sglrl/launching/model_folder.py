@@ -71,7 +71,7 @@ def check_model(model: str) -> str:
 
 
 def own_dtype(model: str) -> str | None:
-    """Return the dtype in which a local model was saved.
+    """Return the dtype in which a local model was saved, or None if it is not known.
 
     SGLang's own "auto" converts float32 to float16, which changes the logprobs.
     """

@@ -25,7 +25,7 @@ _CHOICES: Final = {
     "sampling_backend": ("flashinfer", "pytorch", "ascend", "intel_xpu"),
     "torchao_config": ("", *_TORCHAO, *(f"int4wo-{size}" for size in (32, 64, 128, 256))),
 }
-"""The values of each argument that the sources of SGLang 0.5.17 to 0.5.23 know."""
+"""For each argument, the values that the sources of SGLang 0.5.17 to 0.5.23 know."""
 _ANY_CASE: Final = ("kv_canary_real_data", "log_level")
 
 JSON_TEXTS: Final = ("json_model_override_args", "model_loader_extra_config")
@@ -68,7 +68,7 @@ def check_text(name: str, value: Any) -> None:
 
 
 def check_files(args: Mapping[str, Any]) -> None:
-    """Check the arguments that name files. The workers must run on this machine.
+    """Check the arguments that name files, for workers on this machine.
 
     Raises:
         UsageError: a file does not exist.

@@ -13,8 +13,8 @@ _C = TypeVar("_C", bound=type)
 def without_await(source: type) -> Callable[[_C], _C]:
     """Give the decorated class the public methods and properties of ``source``.
 
-    Methods that the class defines itself stay. The class must have an attribute ``source``, an
-    object of type ``source``, and a method ``wait`` that runs a coroutine to its end.
+    The decorated class keeps its own methods. Its objects must have an attribute ``source``, which
+    is an object of the async class, and a method ``wait`` that runs a coroutine to its end.
     """
 
     def add(cls: _C) -> _C:
