@@ -43,8 +43,7 @@ class BlockingClient:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.thread: ClientThread | None = None
         self._lock = threading.Lock()
-        """Held to submit a coroutine and to stop the loop. No coroutine is submitted to a stopped
-        loop."""
+        """Held to submit a coroutine and to stop the loop. A stopped loop receives no coroutine."""
         self.runs: set[Rollout] = set()
         """The rollouts that were entered and are not yet closed."""
 

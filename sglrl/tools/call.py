@@ -30,7 +30,7 @@ def call(
 
     For example: sglrl call ADDRESS pause mode=retract
     """
-    # Other commands start faster without the client.
+    # The client is imported here, so that other commands start faster.
     from ..client.client import Client
     from ..control.operations import public_operations
 

@@ -52,7 +52,8 @@ def stage(console: Console, title: str, total: int) -> Iterator[Advance]:
 def start_up(console: Console) -> Iterator[None]:
     """Show the progress of ``launch`` while the block runs.
 
-    On a terminal, ``launch`` shows a status line itself. Otherwise, this prints its log lines.
+    On a terminal, ``launch`` shows a status line itself. Elsewhere, the log lines of ``launch`` are
+    printed.
     """
     if is_live(console):
         yield

@@ -110,7 +110,7 @@ def _patches() -> list[Finding]:
 
 
 def _patch(row: dict[str, str]) -> Finding:
-    """Describe one patch. A correction that does not fit fails, because no worker would start."""
+    """Describe one patch. Without a correction that fits, no worker starts, so ``ok`` is False."""
     kind = row["kind"] + (f" for {row['device']}" if row["device"] else "")
     detail = f"{kind}; without it, {row['why']}"
     if row["unknown"]:

@@ -1,7 +1,7 @@
 """Test the connection between a program and its nodes: ``sglrl doctor --hosts``.
 
-The command runs on either side, and the keys decide on which. A folder with ``driver.secret`` is
-the program's folder. Any other keys are a node's.
+The command runs on the program's machine or on a node's machine. The keys decide which side it
+tests: a folder with ``driver.secret`` belongs to the program, and all other keys to a node.
 """
 
 from __future__ import annotations

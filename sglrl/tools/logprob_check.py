@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from ..inference.completion import Completion
 
 TOKENS_PER_BATCH = 4096
-"""Number of padded input tokens per batch. This limits the memory for logits."""
+"""Maximum number of input tokens in a batch, with padding. This limits the memory for logits."""
 
 TOLERANCES = {"float32": 1e-4}
 ROUNDED_TOLERANCE = 3e-2
@@ -95,7 +95,7 @@ def compare(
     tolerance: float,
     on_done: Callable[[], None] = lambda: None,
 ) -> LogprobCheck:
-    """Compare the logprob of every output token with the one that ``reference`` computes.
+    """Compare the logprob of every output token with the logprob that ``reference`` computes.
 
     Args:
         reference: a model from ``load_reference``.

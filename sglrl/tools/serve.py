@@ -94,7 +94,7 @@ def serve(
             if not stopped.done():
                 stopped.set_result(number)
 
-        # An unusable port is reported before the engines start, which takes long.
+        # The engines take long to start, so an unusable port is reported before.
         reserved(host, port).close()
         client = launch(
             model, replicas=replicas, device=device, tp_size=tp_size, engine=engine, **more

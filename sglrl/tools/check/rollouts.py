@@ -23,7 +23,7 @@ class Rollout(msgspec.Struct, frozen=True):
 
     Attributes:
         task: the task whose questions were asked.
-        sample: the number of this conversation among the conversations of the task.
+        sample: the index of this conversation among the conversations of the task.
         turns: one completion per question of the task. A completion holds the data that a trainer
             needs: token ids, logprobs and policy versions.
     """

@@ -11,7 +11,7 @@ SYSTEM_PROMPT = (
     "number you write down, and keep the answer in one line. When a question builds on the one "
     "before, begin with the result that you had. Always end with the number alone."
 )
-"""All rollouts share this prompt, so each worker computes its prefix once."""
+"""All rollouts begin with this prompt, so each worker computes this prefix once."""
 
 _PROBLEMS = (
     "What is the sum of {a} and {b}?",

@@ -3,7 +3,7 @@
 A tiny model with random weights learns two tasks, one of them with a tool. SGLang samples from the
 model during training.
 
-Read the method ``learn`` in ``run`` first: a program that trains with sglrl looks like it.
+Read the method ``learn`` in ``run`` first: a program that trains with sglrl looks like this method.
 
 * ``tasks``: the tasks, the agent that runs them, and its tool;
 * ``letters``: the format in which the model calls the tool;

@@ -18,7 +18,7 @@ GOAL = 0.8
 
 
 class Step(msgspec.Struct, frozen=True, kw_only=True):
-    """One weight update and the batch that it was trained on.
+    """One training step on a batch, with the weight update after it.
 
     Attributes:
         version: policy version when the batch was taken.
@@ -26,7 +26,7 @@ class Step(msgspec.Struct, frozen=True, kw_only=True):
         staleness: age of a group's oldest token in versions, averaged over the groups.
         tokens: number of tokens that the policy sampled.
         entropy: mean entropy of the policy, in nats per sampled token.
-        clipped: share of the tokens whose ratio was clipped.
+        clipped: share of the tokens whose policy ratio was clipped.
         train_seconds: duration of the training step.
         update_seconds: duration of the weight update to the engines.
         seconds: time from the start of the command to the end of the step.
@@ -49,8 +49,8 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         first: mean reward over the first ``WINDOW`` steps.
         last: mean reward over the last ``WINDOW`` steps.
-        goal_step: first step at which the mean over the last ``WINDOW`` steps reached the goal.
-            None if it never did.
+        goal_step: the first step at which the mean over this step and the steps before it,
+            ``WINDOW`` in total, reached the goal. None if the task never reached the goal.
         goal_seconds: seconds from the start of the command to the end of ``goal_step``, or None.
     """
 
@@ -62,7 +62,7 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """The duration of a step with rollouts that run ahead of the trainer, and without.
+    """The duration of a step with and without rollouts that run ahead of the trainer.
 
     The first step of a run does not count, because no rollout can run ahead of it.
 

@@ -33,8 +33,8 @@ DONE = 0.86
 """Training stops when the mean reward of every task reaches this. It is higher than the goal,
 because the goal must still be met in the last steps."""
 REPLAYED = 8
-"""Number of trajectories of each batch to replay. As many trajectories that several versions
-sampled are replayed in addition."""
+"""Number of trajectories of each batch to replay. In addition, up to this number of trajectories
+that several versions sampled are replayed."""
 COMPARED_STEPS = 10
 
 
@@ -46,7 +46,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
         steps: maximum number of weight updates.
         max_staleness: maximum age of a token, in policy versions. 0 trains synchronously.
         goal_within: time limit for the goal, in seconds from the start of the command.
-        compare: whether to time some steps with rollouts that run ahead, and as many without.
+        compare: whether to time some steps with and some without rollouts that run ahead.
     """
 
     tasks: tuple[str, ...] = TASKS
@@ -92,7 +92,7 @@ class _Demo:
         self.kept: list[Trajectory] = []
 
     async def run(self, folder: str) -> Report:
-        # The module imports torch. The command line must not import torch before a run starts.
+        # ``trainer`` imports torch. The command line must not import torch before a run starts.
         from .trainer import Trainer
 
         settings = self.settings
@@ -183,7 +183,7 @@ class _Demo:
                     break
 
     async def compare(self) -> Comparison:
-        """Measure the time of a step with rollouts that run ahead, and without.
+        """Measure the time of a step with and without rollouts that run ahead.
 
         The policy continues to learn meanwhile. Questions and samples cost the same in both cases.
         """
@@ -224,8 +224,8 @@ class _Demo:
     def _keep(self, groups: list[Group]) -> None:
         """Keep trajectories for the replay.
 
-        The kept trajectories are the first of each of some groups, and some that several versions
-        sampled.
+        It keeps the first trajectory of ``REPLAYED`` groups, and up to ``REPLAYED`` trajectories
+        that several versions sampled.
         """
         made = [t for group in groups for t in group.trajectories]
         mixed = [t for t in made if t.oldest_version != t.newest_version]

@@ -65,7 +65,7 @@ class Agent:
 
     Args:
         shelf: the tool.
-        names: the token ids of ``NAMES``. Each of them is a tool call, so it ends a turn.
+        names: the token ids of ``NAMES``. Each of these tokens is a tool call and ends a turn.
     """
 
     def __init__(self, shelf: ActorHandle, names: list[int]) -> None:

@@ -24,7 +24,7 @@ FULL_RATE_STEPS = 40
 """After this many steps, the learning rate falls as 1 / step. At the full rate, a policy that has
 learnt a task can lose it again."""
 ENTROPY_BONUS = 0.02
-"""Weight of the entropy in the loss. It makes a policy that has found one answer try others."""
+"""Weight of the entropy in the loss, so that a policy does not stop at the first good answer."""
 
 
 class TrainStats(NamedTuple):

@@ -1,12 +1,12 @@
 """The output file of ``sglrl eval``, from which a run that was killed continues.
 
 Each finished item is one JSON line, which holds all samples of the item. The file never has some
-samples of an item without the others. The first field of a line is the item's line in the input, so
-these numbers show which items are finished.
+samples of an item without the others. The first field is the number of the item's line in the
+input, and shows which items are finished.
 
 A second file ``OUTPUT.run`` holds the options. It is written while the output is still empty. A
 kill at any moment therefore leaves one of three states. If the output is empty, the next run begins
-anew. If it has whole lines, the next run continues. If a part of a line follows them, the next run
+anew. If it has whole lines, the next run continues. If it ends with a part of a line, the next run
 removes this part and continues.
 """
 
@@ -66,7 +66,7 @@ class ResultsFile:
         overwrite: remove the results of an earlier run.
 
     Attributes:
-        finished: the outcomes of each finished item, by the item's line in the input.
+        finished: the outcomes of each finished item, by the item's line number in the input.
 
     Raises:
         UsageError: on entering, if another process writes the file, if the earlier run had other

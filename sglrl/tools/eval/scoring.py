@@ -26,7 +26,7 @@ class Score:
         spec: the function, as "module:function". The module may be in the current folder.
 
     Raises:
-        UsageError: the function cannot be imported, or does not accept these arguments.
+        UsageError: the function cannot be imported, or does not accept ``item`` and ``text``.
     """
 
     def __init__(self, spec: str) -> None:

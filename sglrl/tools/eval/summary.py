@@ -58,7 +58,7 @@ def summarize(
     scores = [outcome.score for outcome in outcomes if outcome.score is not None]
     passed = [sum((o.score or 0.0) >= PASSED for o in item) for item in finished]
     counts = [*zip(map(len, finished), passed, strict=True)]
-    # The order of the items differs between runs. With ``fsum``, it does not change the result.
+    # With ``fsum``, the order of the items, which differs between runs, does not change the result.
     return Summary(
         items=len(finished),
         samples=len(outcomes),
@@ -95,7 +95,7 @@ def table_of(summary: Summary) -> Table:
 def pass_at_k(samples: int, passed: int, k: int) -> float:
     """Return the unbiased estimate of pass@k for one item.
 
-    It is the share of all choices of ``k`` among the samples that contain a passed sample:
+    Of all subsets of ``k`` samples, it is the share that contains at least one passed sample:
     1 - C(n - c, k) / C(n, k), equation 1 of Chen et al. 2021 (https://arxiv.org/abs/2107.03374).
 
     Args:
