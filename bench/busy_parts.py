@@ -1,6 +1,6 @@
 """The runs of ``bench.rollout`` that measure how busy engines are, and how early groups finish.
 
-Each run has its own process, see ``parts``. A step of these fake engines takes time.
+Each run has its own process, see ``parts``. The engines are fake, and their steps take time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ async def busy(
 
     Args:
         note: shows the user what runs.
-        agents: number of agents when the run itself finds how many agents run at a time.
+        agents: number of agents in the way "as it adapts", in which the rollout itself decides how
+            many agents run at a time.
         other_agents: number of agents in every other way.
         turns: number of turns of an agent.
         tool: shortest and longest time of a tool, in seconds.
@@ -54,9 +55,9 @@ async def busy(
         step_seconds: duration of a step of an engine.
         tokens_per_step: tokens that a request receives in a step.
         capacity_seconds: duration of each measurement of the engines' capacity.
-        fixed: fixed numbers of agents at a time, as multiples of all places.
-        batches: sizes of the batches in the ways that wait for a whole batch, as multiples of all
-            places.
+        fixed: fixed numbers of agents at a time, as multiples of the places of all engines.
+        batches: sizes of the batches in the ways that wait for a whole batch, as multiples of the
+            places of all engines.
     """
     prompts, agent, all_places = Prompts(), agent_of(turns, tool), places * replicas
 
@@ -169,9 +170,9 @@ async def depth(
 ) -> dict[str, Any]:
     """Measure when the groups of a data set arrive, and how busy the engines are.
 
-    There are three runs: with the first batch as the whole data set, with the data set, and with
-    all samples of the data set at once. No run can have more requests for the engines than the
-    last. The steady tokens/s exclude the first and the last batch.
+    There are three runs: of the first batch alone, of the whole data set, and of the whole data set
+    with all samples at once. The third run always has the most requests for the engines. The steady
+    tokens/s exclude the first and the last batch.
     """
     prompts, agent = Prompts(), agent_of(turns, tool)
     all_items = [{"number": i, "input_ids": prompts[i][:32]} for i in range(items)]

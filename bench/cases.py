@@ -61,7 +61,7 @@ class Case(NamedTuple):
     """A model and the load on it.
 
     Attributes:
-        model: "tiny", or a key of ``_SHAPES``. SGLang makes random weights for such a shape.
+        model: "tiny", or a key of ``_SHAPES``. For these keys, SGLang makes random weights.
         vocab: number of token ids from which prompts are drawn.
         prompt: number of prompt tokens of each request.
         new: number of tokens that each request generates.
@@ -70,7 +70,7 @@ class Case(NamedTuple):
         repeats: number of repetitions.
         samples: number of requests that have the same prompt. A system makes them in one call if it
             can.
-        extra: engine arguments for every system, which override the others.
+        extra: engine arguments for every system, which override the case's other arguments.
     """
 
     name: str

@@ -23,7 +23,7 @@ _OPTIONAL: dict[str, tuple[str, str, Callable[..., Any]]] = {
     "Ray actor": ("ray", "ray", fabric_peers.ray),
     "Monarch actor": ("monarch", "torchmonarch", fabric_peers.monarch),
 }
-"""For each peer that may be missing: its module, its package, and the part that needs them."""
+"""For each peer that may be missing: its module, its package, and the part that measures it."""
 _LEVELS = (64, 512, 4096)
 _DEFAULT_ROUTING = ("prefix-aware", "requests")
 
@@ -131,7 +131,7 @@ def _print(report: Report, results: dict[str, Any]) -> None:
 
 
 def _compare(report: Report, results: dict[str, Any]) -> None:
-    """Compare figures with the targets. Ours are of the first transport that was measured."""
+    """Compare figures with the targets. Our figures are those of the first measured transport."""
     name = next((n for n in results if n in ("sglrl ipc", "sglrl tcp")), "sglrl")
     ours = results.get(name)
     waiting = results.get("waiting calls")

@@ -76,7 +76,7 @@ async def actor(note: Note, *, load: LoadPlan) -> dict[str, Any]:
 
 
 async def transport(note: Note, *, load: LoadPlan) -> dict[str, Any]:
-    """Send as many bytes over our sockets, one message a call, without codec, checks or routing."""
+    """Echo messages of the payload's size over our sockets, without codec, checks or routing."""
     from sglrl.transport.zmq import ZmqRouter
 
     from .zmq_echo import END, IDENTITY
@@ -130,7 +130,7 @@ async def waiting(note: Note, *, calls: int, bare: bool) -> dict[str, Any]:
             del ids
 
         held = wait if bare else call
-        # Let everything be allocated that is allocated only once: caches, the driver's tables.
+        # First, allocate all objects that are made only once: caches, the driver's tables.
         await _hold(held, 10, _resident)
         note(f"{calls:,} wait")
         # Measure the growth of the process first. Later, freed memory would hide part of it.

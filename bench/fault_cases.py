@@ -28,9 +28,9 @@ class FaultCase(NamedTuple):
         in_flight: number of callers.
         hang_timeout: as in ``launch``.
         tolerance: largest allowed difference of a logprob. It is 0 for the fake engine. A real
-            engine needs some tolerance, because after a fault it computes in another batch and
-            order. None: compare only the number of tokens, because with 16 bits another batch may
-            choose other tokens.
+            engine needs some tolerance, because after a fault it computes a request in another
+            batch and order. None: compare only the number of tokens, because with 16 bits another
+            batch may choose other tokens.
         wait_target: milliseconds allowed from a SIGKILL to the next token.
         back_target: milliseconds allowed from a SIGKILL until all workers are ready again.
     """
@@ -109,7 +109,7 @@ class FaultCase(NamedTuple):
         return partial(client.update_weights, weights, timeout=timeout)
 
     async def load(self, client: sglrl.Client, seed: int, pause: float = 0.0) -> Load:
-        """Return callers with prompts that have one right answer, the answer without faults."""
+        """Return callers whose prompts have a single right answer: the answer without faults."""
         prompts = self.prompts(seed)
         if self.is_fake:
             answers: list[Answer | None] = [_by_formula(prompt) for prompt in prompts]

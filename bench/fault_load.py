@@ -1,4 +1,4 @@
-"""Run callers in a closed loop whose right answers are known, and count their outcomes.
+"""Run callers in a closed loop, check their answers, and count the outcomes of their calls.
 
 A prompt belongs to one caller, so no two running calls have the same prompt. The prompt therefore
 identifies a call at a worker. Unary and streamed calls alternate.
@@ -60,15 +60,15 @@ class Answer(NamedTuple):
 
 @dataclass
 class Strike:
-    """One fault that happened. Times are in seconds from ``at``, when the signal had been sent.
+    """One fault that happened. Times are in seconds after ``at``, the time after the signal.
 
     Attributes:
         held: number of calls that the worker held.
         waits: for each stream that the worker held, the time until the first token from another
             worker.
         back: time until the replacement was ready.
-        alone: whether no other worker was stopped or slow at that time. Otherwise a call could have
-            moved from this fault to a worker with another fault.
+        alone: whether no other worker was stopped or slow at that time. If one was, a call may have
+            moved to a worker with another fault.
     """
 
     kind: str
@@ -91,7 +91,7 @@ class Outcomes:
     Attributes:
         streams: number of calls of ``stream``.
         resumed: number of calls that another worker continued.
-        losses: number of workers that were lost while they held these calls.
+        losses: number of times that a call lost its worker and was answered later.
         tokens: number of tokens in all answers.
         recomputed: number of tokens that another worker had to prefill to continue a call.
         reasons: examples of errors, each with the number of its occurrences.
@@ -178,7 +178,7 @@ class Load:
 
     @property
     def _fabric(self) -> Any:
-        """The driver's tables, which show the worker that holds a call. The client does not."""
+        """The driver's tables. Unlike the client, they show the worker that holds a call."""
         return self.client.pool.driver.fabric
 
     async def run(self) -> None:
@@ -349,8 +349,8 @@ class Load:
     def count_ends(self) -> Iterator[None]:
         """Count calls that end twice, while the block runs.
 
-        A caller has already returned and cannot notice the second end. This therefore replaces the
-        methods through which the driver delivers the end of a call.
+        At the second end, the caller has already returned. To notice that end all the same, this
+        replaces the methods through which the driver delivers the end of a call.
         """
         ended: dict[tuple[int, float], None] = {}
         originals = [(kind, kind.end) for kind in (replies.GenerationReply, replies.ChunkReply)]

@@ -52,7 +52,7 @@ class Striker:
     Args:
         client: the client of the pool.
         load: the callers of the pool.
-        spare: number of ready workers that have no fault at any time.
+        spare: minimum number of ready workers without a fault, at any time.
         among: the ids of the workers that may be struck. None: all workers.
         update: makes one weight update.
     """
@@ -74,7 +74,7 @@ class Striker:
         self.strikes: list[Strike] = []
         self.updates = 0
         self.refused: Counter[str] = Counter()
-        """Counts the weight updates that failed, by error. An update may fail if all workers keep
+        """Counts the weight updates that failed, by error. Failures are allowed if all workers keep
         their old weights."""
         self._disturbed: set[int] = set()
         self._standing: set[int] = set()

@@ -194,10 +194,11 @@ async def _troubles(client: sglrl.Client, load: Load) -> list[str]:
 def _recovery(strikes: list[Strike]) -> dict[str, dict[str, Any]]:
     """Return the milliseconds from the faults until the pool recovered, by kind of fault.
 
-    "first_ms" is the time until any of the worker's streams continued. "stream_ms" has the time
-    until each of these streams continued. "back_ms" is the time until the replacement was ready.
-    The kind "kill alone" has the kills after which no call could move to a stopped worker. The kind
-    "kill by itself" has those of these kills during which no other worker was being replaced.
+    "first_ms" is the time until the first of the worker's streams continued. "stream_ms" has the
+    times until each of its streams continued. "back_ms" is the time until the replacement was
+    ready. The kind "kill alone" has the kills after which no call could move to a stopped worker.
+    The kind "kill by itself" has the kills of "kill alone" during which no other worker was being
+    replaced.
     """
     away = [strike for strike in strikes if strike.kind in FATAL]
     kinds = {kind: [s for s in away if s.kind == kind] for kind in FATAL}

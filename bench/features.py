@@ -1,4 +1,4 @@
-"""``python -m bench.features``: measure what adapters, masks, sleep and starts cost on a GPU."""
+"""``python -m bench.features``: measure what LoRA, masks, sleep and starts cost on a GPU."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _MODULES = {
     "mlp.up_proj": ("hidden", "middle"),
     "mlp.down_proj": ("middle", "hidden"),
 }
-"""The modules of Qwen3 that an adapter changes, with the names of their input and output sizes."""
+"""The modules of Qwen3 that LoRA changes, with the names of their input and output sizes."""
 
 
 PartName = StrEnum("PartName", {n: n for n in ("lora", "masks", "sleep", "start")})  # type: ignore[misc]
@@ -90,7 +90,7 @@ async def _load(client: sglrl.Client, case: Case, count: int, **values: Any) -> 
 
 
 def _adapter(folder: str, device: str, seed: int) -> dict[str, torch.Tensor]:
-    """Return the tensors of an adapter of the model, by PEFT's names."""
+    """Return the tensors of a LoRA adapter of the model, by PEFT's names."""
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(folder)

@@ -1,8 +1,8 @@
 """Put a load on an HTTP server with OpenAI's or SGLang's API, from a separate process.
 
-``python -m bench.gateway_load '{"url": ...}'`` prints its figures as one JSON object. With the
-option ``sessions``, a list of URLs of open sessions, conversations run in these sessions.
-Otherwise, each request is independent and streams its answer.
+``python -m bench.gateway_load '{"url": ...}'`` prints its figures as one JSON object. The option
+``sessions`` is a list of URLs of open sessions, each for one conversation. Without this option,
+each request is independent and streams its answer.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
 async def _stream(
     http: aiohttp.ClientSession, options: Mapping[str, Any], draw: random.Random
 ) -> tuple[float, float, int]:
-    """Make a request. Return the seconds to the first token and to the end, and the tokens."""
+    """Make a request. Return the seconds to the first token and to the end, and the token count."""
     sampling = {"temperature": 1.0, "ignore_eos": True}
     if options["api"] == "generate":
         ids = draw.choices(range(10, 400), k=options["words"])

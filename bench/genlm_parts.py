@@ -30,7 +30,7 @@ would block the event loop for longer than the queries that are measured."""
 
 
 def _prompt(kind: str, repetition: int, task: int, vocab: int) -> list[int]:
-    """Return a prompt. All prompts of a repetition differ, "shared" ones in the last two tokens."""
+    """Return a prompt. All prompts of a repetition differ, "shared" ones only in the last two."""
     salt = repetition * 31 if kind == "shared" else repetition * 31 + task * 977
     begin = [(salt + 7 * i * i + 13 * i) % vocab for i in range(PROMPT_TOKENS - 2)]
     return [*begin, task // vocab % vocab, task % vocab]
@@ -52,7 +52,7 @@ async def measure(
         ask: makes one query.
         vocab: size of the vocabulary.
         note: shows the user what runs.
-        tasks: the numbers of tasks that ask at the same time, one for each measurement.
+        tasks: for each measurement, the number of tasks that ask at the same time.
         seconds: minimum time of a measurement, without the warm-up.
 
     Returns:

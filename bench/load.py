@@ -80,7 +80,7 @@ class Window(NamedTuple):
     def loop_us(self) -> float:
         """CPU time of the event loop's thread per call, in microseconds.
 
-        A single core must spend this time, so it limits the rate.
+        A single core must spend this time, so this time limits the rate.
         """
         return self.loop_seconds / self.calls * 1e6
 

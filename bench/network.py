@@ -5,7 +5,7 @@ namespace and to each other. It joins them by a bridge, or by a program that del
 (``bench.switch``)::
 
     with star(3, delay=0.05) as (here, others):
-        others[0].loses = True   # packets that this host sends are lost; it still receives
+        others[0].loses = True   # packets from this host to ``here`` are lost; it still receives
         others[1].up = False     # this host's interface is down, so nothing arrives or leaves
 
 A program on a host exchanges JSON with the process that started it: one object a line, over the
@@ -81,7 +81,7 @@ class Host:
         namespace: the name of the namespace. None: the namespace of this process.
         name: the name of the host's interface.
         address: the IPv4 address of the host on the link.
-        other: the IPv4 address of the other host.
+        other: the IPv4 address of the host at the other end of the link.
         stack: removes the host at its end.
     """
 
@@ -198,7 +198,7 @@ class Host:
 
     @property
     def loses(self) -> bool:
-        """Whether the packets that this host sends are lost, without an error."""
+        """Whether packets that this host sends to the other end of the link are lost silently."""
         return self._loses
 
     @loses.setter

@@ -177,8 +177,7 @@ def _group(leader: int) -> list[psutil.Process]:
 
 def _serve(descriptor: int) -> None:
     """Measure the part whose pickle is on standard input, and write its figures to the pipe."""
-    # Children must not inherit the pipe. Otherwise the bench would not notice that this process
-    # exits.
+    # Children must not inherit the pipe, because it would then stay open after this process exits.
     os.set_inheritable(descriptor, False)
     threading.Thread(target=_die_with_the_bench, args=(descriptor,), daemon=True).start()
     pipe = os.fdopen(descriptor, "w", buffering=1, encoding="utf-8")

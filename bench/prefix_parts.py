@@ -101,9 +101,9 @@ def _cached(trajectories: Sequence[Any], system: int) -> list[list[int]]:
 
     The first count has all tokens of the prompts. The second count has the tokens that came from
     the cache. The third count has the tokens whose KV cache an earlier request had computed. In the
-    first turn, these are the system prompts. In later turns, these are all tokens of the previous
-    turn except the last, which was not the input of any step. Agents share no other tokens, because
-    these are drawn at random.
+    first turn, these are the system prompts of all agents but the first. In later turns, these are
+    all tokens of the previous turn except the last, which was not the input of any step. Agents
+    share only the system prompt, because their other tokens are drawn at random.
     """
     rows = []
     for number in range(len(trajectories[0].turns)):

@@ -36,9 +36,9 @@ class Repetitions:
         note("warming up")
 
     def plan(self) -> list[tuple[int, int]]:
-        """Return the number of each repetition with the number of its requests.
+        """Return the index of each repetition, with its number of requests.
 
-        The first repetition is the warm-up, number -1. It has one full batch of the same shape.
+        The first repetition is the warm-up, with the index -1. It has one full batch of requests.
         """
         case = self.case
         return [(-1, self._warm), *((i, case.requests) for i in range(case.repeats))]

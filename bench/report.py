@@ -25,7 +25,7 @@ _PACKAGES = "sglrl sglang torch pyzmq msgspec uvloop aiohttp uvicorn httptools r
 Json = Annotated[Path | None, typer.Option(help="Write all figures to this file.")]
 """The option ``--json`` of every bench."""
 Value = str | float | None
-"""The value of a table's cell. ``number`` formats numbers."""
+"""The value of a table's cell. Numbers are formatted by the function ``number``."""
 
 
 class Target(msgspec.Struct):
@@ -74,7 +74,8 @@ class Report:
             plan: the systems by title.
             limit: seconds that one system may take, including its start.
             env: environment variables in addition to the bench's own.
-            of: a prefix of the titles under which failures are reported.
+            of: a prefix for the titles in messages and in ``failed``. The titles of the result do
+                not have it.
 
         Returns:
             The figures by title. Systems that fail are left out.
@@ -124,8 +125,8 @@ class Report:
         """Print the failures and the targets, and write the file.
 
         Args:
-            may_fail: the titles of peers whose failure is not a failure of the bench.
-            ok: whether the figures themselves are right.
+            may_fail: the titles of systems that may fail without failing the bench.
+            ok: False if the bench found its figures to be wrong. A missed target does not count.
             **figures: the contents of the file besides the machine, the failures and the targets.
 
         Raises:
@@ -157,7 +158,7 @@ class Report:
 
 
 def ratio(a: float | None, b: float | None) -> float | None:
-    """Return a / b, or None if one of them was not measured."""
+    """Return a / b, or None if one of them was not measured or b is 0."""
     return a / b if a is not None and b else None
 
 
@@ -167,9 +168,9 @@ def extent(values: Sequence[float]) -> str:
 
 
 def number(value: float | None) -> str:
-    """Return a number as text, with four significant digits, or without decimals from 1,000 on.
+    """Return a number as text, or "" for None.
 
-    None becomes an empty text.
+    Numbers below 1,000 have up to four significant digits. Larger numbers have no decimals.
     """
     if value is None:
         return ""

@@ -2,8 +2,8 @@
 
 Without a GPU, thousands of agents with simulated tools run over fake engines. The bench compares
 them with the same agents over HTTP, and with batches that wait for their last agent. With a GPU
-(``--case h200``), the bench measures the prefix cache of a real engine: the share of cached tokens
-that requests find.
+(``--case h200``), the bench measures the prefix cache of a real engine: how many tokens come from
+the cache, compared with an ideal cache.
 """
 
 from __future__ import annotations

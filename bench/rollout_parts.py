@@ -187,7 +187,8 @@ async def beside(
 ) -> dict[str, Any]:
     """Run agents whose rewards take a millisecond of Python each, in the driver and in processes.
 
-    Each way is measured without and with a thread of the driver that always computes in Python.
+    ``ways`` has the numbers of processes. The driver and each of these numbers are measured without
+    and with a thread of the driver that always computes in Python.
     """
     prompts = Prompts()
     computes = False

@@ -48,7 +48,7 @@ POOLS = (
     CASES["fake"]._replace(replicas=4, in_flight=24, gap=10.0, shares={KILL: 3, DROP: 1}),
     CASES["sglang-cpu"]._replace(replicas=2, in_flight=4, gap=60.0, shares={KILL: 1, UPDATE: 1}),
 )
-"""The cases of both pools. Worker 0 of each pool is never struck, so it can grow all the time."""
+"""The cases of both pools. Worker 0 of each pool is never struck, so its leaks would add up."""
 
 
 class Sample(NamedTuple):
@@ -156,8 +156,8 @@ class Soak:
     async def _measure(self, interval: float, note: Note) -> None:
         libc = ctypes.CDLL(None)
         while True:
-            # Memory that malloc keeps for later is not a leak. It can be trimmed only here, and not
-            # in workers.
+            # Memory that malloc keeps for later is not a leak. It can be trimmed only in this
+            # process, not in workers.
             libc.malloc_trim(0)
             minute = (time.monotonic() - self.begun) / 60
             for name, pid in self._processes():
@@ -214,7 +214,7 @@ class Soak:
                 # Pages of libraries do not count here, because they are read when their code first
                 # runs.
                 "own_mb_per_minute": float(own),
-                # Use the minimum of a quarter, because an update or a kill opens some for a moment.
+                # Use the minimum of a quarter, because updates and kills open files for a moment.
                 "files": [min(sample.files for sample in part) for part in (begin, end)],
                 "threads": [min(sample.threads for sample in part) for part in (begin, end)],
             }

@@ -24,8 +24,8 @@ WAYS = {
     "template": "messages",
     "renderer": "messages, calls parsed and run",
 }
-"""The forms of a tool's result: token ids, a message that the chat template renders, or the result
-of a tool call that a renderer parses and ``run_tools`` runs."""
+"""The forms of a tool's result, with their titles: token ids, a message that the chat template
+renders, or the result of a tool call that a renderer parses and ``run_tools`` runs."""
 # The engine repeats the first 64 tokens, which are the call and a part of the other words.
 _CALL = '<tool_call>\n{"name": "look_up", "arguments": {"turn": 1}}\n</tool_call>'
 _QUESTION = f"{_CALL} {'and some other words ' * 8}"

@@ -344,7 +344,7 @@ def _sglang_ways(
     (group,) = joined
 
     def update(part: list[tuple[str, torch.Tensor]], load_format: str | None) -> None:
-        """Make one request, and meanwhile the broadcasts that the engine waits for."""
+        """Make one request, and at the same time the broadcasts that the engine waits for."""
 
         def send() -> None:
             if load_format is None:
