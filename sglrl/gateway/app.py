@@ -386,7 +386,7 @@ def _samples(request: TurnRequest) -> bool:
 async def _stream(
     answer: Any, turn: Turn, streamed: Any, names: Mapping[str, str], stack: ExitStack
 ) -> AsyncIterator[bytes]:
-    """Yield the events of an answer. If the client disconnects, Starlette closes the iterator.
+    """Yield the events of an answer. The iterator is closed if the client disconnects.
 
     Args:
         answer, streamed: ``Answer`` and ``StreamedText``, or ``TokenAnswer`` and

@@ -68,8 +68,8 @@ class TurnRequest(msgspec.Struct, frozen=True, kw_only=True):
         sampling: fields of ``SamplingParams``. Without ``max_new_tokens``, a turn may fill the
             context.
         tool_choice, parallel_tool_calls, top_logprobs: as in ``Session.generate``.
-        prompt_logprobs: which logprobs of the prompt are wanted. None: none. The answer is then no
-            stream, and has a field ``scored``.
+        prompt_logprobs: which logprobs of the prompt are wanted. Only answers that have a field
+            ``scored`` and are no streams can have them. None: no logprobs of the prompt.
         tools, chat_template_kwargs: as in ``Client.session``.
         later_tools: tools that a message describes. The prompt does not show them with the other
             tools.
