@@ -1,8 +1,8 @@
 """Fields of requests that are accepted although they have no effect, in a table for each dialect.
 
-A request with an unsupported field is accepted if the value of the field asks for nothing, or
-cannot change the answer. All others are rejected. The tables contain the fields of the schemas of
-OpenAI's and Anthropic's libraries, and of SGLang's and vLLM's servers.
+An unsupported field is accepted if its value asks for nothing, or cannot change the answer. A
+request with any other unsupported field is rejected. The tables contain the fields of the schemas
+of OpenAI's and Anthropic's libraries, and of SGLang's and vLLM's servers.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ def cuts_call(completion: Completion) -> bool:
 
 
 def token_text(completion: Completion, token: int, as_ids: bool) -> str:
-    """Return the text of a token, or with ``as_ids`` its id, such as "token_id:5" as in vLLM."""
+    """Return the text of a token. With ``as_ids``, return its id in vLLM's form, "token_id:5"."""
     return f"token_id:{token}" if as_ids else completion.decode([token], False)
 
 

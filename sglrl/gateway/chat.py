@@ -182,7 +182,7 @@ def parse(body: bytes, kind: type[_Request]) -> _Request:
 
 
 def _known_message(message: Message) -> Message:
-    """Convert the role, the content and the tool calls to a form that all chat templates know."""
+    """Convert a message's role, content and tool calls to a form that all chat templates know."""
     if message.get("role") == "developer":
         return {**message, "role": "system"}
     calls = message.get("tool_calls")

@@ -19,7 +19,8 @@ from .store import Store
 logger = logging.getLogger("sglrl.gateway")
 
 KEY_PREFIX = "sk-sglrl-"
-"""The start of each session's key. An unknown key with this prefix belongs to an ended session."""
+"""The start of each session's key. Unknown keys with this prefix count as keys of ended
+sessions."""
 _MIN_SECONDS, _MAX_SECONDS = 1.0, 3600.0
 """Minimum and maximum time between two checks for unused sessions."""
 

@@ -13,7 +13,7 @@ from ..transport.addresses import is_loopback
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """The settings of a gateway. The constructor checks them. See also ``serve``.
+    """The settings of a gateway. The constructor checks them. ``serve`` describes most of them.
 
     Attributes:
         body_seconds: time limit for the body of a request, and for its head.

@@ -202,7 +202,7 @@ def _each(name: str, value: _T | list[_T] | None, default: _T, count: int) -> li
 
 
 def _given(params: _Sampling, fields: Any, at: int) -> dict[str, Any]:
-    """Return the given fields of ``SamplingParams``, with SGLang's default of the length."""
+    """Return the given fields of ``SamplingParams``, with the default of ``max_new_tokens``."""
     values = params.given_sampling(min_tokens=0)
     given = fields[at] if isinstance(fields, list) else fields or {}
     if "max_new_tokens" not in given:

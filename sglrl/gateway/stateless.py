@@ -1,6 +1,6 @@
 """Turns that belong to no session.
 
-If a client, a pause or a weight update aborts one, the answer has the tokens so far.
+If a client, a pause or a weight update aborts a turn, the answer has the tokens so far.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class BlockingClient:
             thread.loop.close()
             raise
         self.loop, self.thread = thread.loop, thread
-        # This finalizer does not run at interpreter exit, when the finalizer of the thread runs.
+        # At interpreter exit, the finalizer of the thread runs in place of this one.
         weakref.finalize(self, thread.end_unclosed).atexit = False
         try:
             self.wait(self.source.__aenter__())

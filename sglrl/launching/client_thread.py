@@ -48,8 +48,8 @@ class ClientThread(threading.Thread):
 
     def run(self) -> None:
         """Run the loop, then cancel its remaining tasks."""
-        # This finalizer refers to the thread, so it runs only at interpreter exit. Later finalizers
-        # run first. One of them may close the client for its owner.
+        # This finalizer refers to the thread, so it runs only at interpreter exit. Finalizers that
+        # were registered later run first. One of these may close the client for its owner.
         at_exit = weakref.finalize(self, self._end_at_exit)
         try:
             try:

@@ -37,7 +37,7 @@ CHARACTER_CHAT_TEMPLATE = (
     "{% for value in call['function']['arguments'].values() %}{{ value }}{% endfor %}{% endfor %}"
     "<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-"""The template for the character tokenizer. Of a tool call, it writes the arguments' values."""
+"""The template for the character tokenizer. Tool calls appear as their arguments' values."""
 _CORPUS = [
     "You are a careful assistant. Think step by step and answer with a number.",
     "What is the sum of two numbers? The answer is the result of adding them together.",

@@ -110,7 +110,7 @@ def _patches() -> list[Finding]:
 
 
 def _patch(row: dict[str, str]) -> Finding:
-    """Describe one patch. Without a correction that fits, no worker starts, so ``ok`` is False."""
+    """Describe one patch. ``ok`` is False if a correction does not fit: no worker would start."""
     kind = row["kind"] + (f" for {row['device']}" if row["device"] else "")
     detail = f"{kind}; without it, {row['why']}"
     if row["unknown"]:

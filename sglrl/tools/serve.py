@@ -94,7 +94,7 @@ def serve(
             if not stopped.done():
                 stopped.set_result(number)
 
-        # The engines take long to start, so an unusable port is reported before.
+        # The engines take long to start, so an unusable port is reported first.
         reserved(host, port).close()
         client = launch(
             model, replicas=replicas, device=device, tp_size=tp_size, engine=engine, **more
