@@ -71,8 +71,7 @@ async def _turns(client: sglrl.Client, repetition: int) -> int:
 
 
 async def _queries(client: sglrl.Client, repetition: int) -> int:
-    """Run 64 tasks. Each asks for the 100 likeliest next tokens and appends one of them, 32
-    times."""
+    """Run 64 tasks. Each asks for the 100 likeliest tokens and appends one of them, 32 times."""
 
     async def ask(number: int) -> None:
         ids = _ids((repetition, number), 32)

@@ -19,8 +19,7 @@ from .store import Store
 logger = logging.getLogger("sglrl.gateway")
 
 KEY_PREFIX = "sk-sglrl-"
-"""The start of each session's key. Unknown keys with this prefix count as keys of ended
-sessions."""
+"""The start of each session's key. It also identifies the keys of ended sessions."""
 _MIN_SECONDS, _MAX_SECONDS = 1.0, 3600.0
 """Minimum and maximum time between two checks for unused sessions."""
 
