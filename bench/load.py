@@ -30,7 +30,7 @@ class LoadPlan(NamedTuple):
     Attributes:
         seconds: length of one repetition.
         repeats: number of repetitions.
-        levels: the numbers of calls in flight that are measured.
+        levels: the numbers of calls in flight at which the rate is measured.
     """
 
     seconds: float
@@ -39,11 +39,11 @@ class LoadPlan(NamedTuple):
 
 
 def settle_collector() -> None:
-    """Set the garbage collector as ``sglrl.rollout`` advises. The benches do so for every system.
+    """Set the garbage collector as ``sglrl.rollout`` advises, whichever system is measured.
 
-    Thousands of calls or agents are some hundred thousand objects. With Python's own thresholds,
-    the collector walks these objects again and again. Each full collection also walks all objects
-    that imports have made.
+    Thousands of calls or agents consist of several hundred thousand objects. With Python's own
+    thresholds, the collector walks these objects again and again. Each full collection also walks
+    all objects that imports have made.
     """
     gc.collect()
     gc.freeze()
@@ -80,7 +80,7 @@ class Window(NamedTuple):
     def loop_us(self) -> float:
         """CPU time of the event loop's thread per call, in microseconds.
 
-        A single core must spend this time, so this time limits the rate.
+        The event loop runs on one core, so this time limits the rate.
         """
         return self.loop_seconds / self.calls * 1e6
 
@@ -169,10 +169,10 @@ def rate_summary(windows: Sequence[Window]) -> dict[str, float]:
 
 
 async def latency_and_rates(call: Call, load: LoadPlan, note: Note) -> dict[str, Any]:
-    """Measure the latency at 1 in flight, then the rate at each level.
+    """Measure the latency with one call in flight, then the rate at each of ``load.levels``.
 
-    All figures are medians over the windows. CPU times per call and percentiles are in
-    microseconds.
+    The figures are medians over the windows, except ``lowest`` and ``highest``. CPU times per call
+    and percentiles are in microseconds.
     """
     note("latency at 1 in flight")
     windows = await closed_loop(call, 1, load.seconds, load.repeats, record=True)

@@ -1,4 +1,4 @@
-"""``spawn``, which runs actors in worker processes, and the handle of such a pool."""
+"""``spawn``, which runs a pool of actors in worker processes, and the handle of this pool."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class ActorHandle:
     * ``await handle.method(...)`` calls the least loaded worker.
     * ``handle.stream.method(...)`` returns an async iterator over the items of a stream.
     * ``await handle.broadcast.method(...)`` calls all workers.
-    * ``async with handle.lease() as one`` reserves a worker for an episode that depends on its
-      state.
+    * ``async with handle.lease() as one`` reserves a worker for an episode that keeps state
+      in the worker.
     * ``handle[i]`` is worker i, and ``for worker in handle`` iterates over the workers.
 
     Every call takes ``timeout=`` in seconds in addition to the endpoint's own arguments.
@@ -57,7 +57,7 @@ class ActorHandle:
         return self
 
     def __await__(self) -> Generator[Any, None, Self]:
-        """Start the pool without a block. ``close()`` or the exit of the program closes it."""
+        """Start the pool without ``async with``. ``close()`` or the program's exit closes it."""
         yield from self.__aenter__().__await__()
         self._pool.closes_at_exit()
         return self
@@ -109,8 +109,7 @@ class ActorHandle:
     async def remove_worker(self, index: int, *, timeout: float | None = 600.0) -> None:
         """Let worker ``index`` finish its calls, then shut it down.
 
-        Calls that are not finished after ``timeout`` seconds are handled as after the loss of a
-        worker.
+        Calls that take longer than ``timeout`` seconds are handled as if the worker were lost.
         """
         await self._pool.remove(index, timeout)
 
@@ -131,9 +130,9 @@ class ActorHandle:
         """Reserve one worker for an episode: ``async with handle.lease() as worker``.
 
         Endpoints are called as on ``handle[i]``. All calls go to the same process. With ``share=1``
-        no other lease has this process in the meantime. When the process dies, the state of the
-        episode is gone. Running and later calls then raise ``WorkerLost``, even if the endpoint is
-        idempotent. Begin the episode again with another lease. If the connection to the worker
+        no other lease has this process until this lease ends. When the process dies, the state of
+        the episode is gone. Running and later calls then raise ``WorkerLost``, even if the endpoint
+        is idempotent. Begin the episode again with another lease. If the connection to the worker
         breaks and the worker returns, its object is still there, and the lease continues. But calls
         that were running may raise ``WorkerLost``.
 
@@ -161,7 +160,7 @@ class ActorHandle:
         )
 
     def __getitem__(self, index: int) -> WorkerHandle:
-        """Return a handle of worker ``index``, for the process that it has at the first call.
+        """Return a handle of worker ``index``. Its first call binds it to the worker's process.
 
         After the loss of this process, calls raise ``WorkerLost``. Then use ``handle[index]`` again
         to call the replacement, which has a new object.
@@ -186,7 +185,7 @@ class ActorHandle:
         if name.startswith("_"):
             raise AttributeError(name)
         caller = getattr(WorkerHandle(self._pool.driver, self._specs, self._cls.__name__), name)
-        # The next access then finds the attribute without this method.
+        # Store the caller, so that the next access does not call this method.
         self.__dict__[name] = caller
         return caller  # type: ignore[no-any-return]
 
@@ -221,7 +220,7 @@ def spawn(
         actor: a subclass of ``sglrl.Actor``. A class defined in a module is imported by name in the
             worker. A class defined in ``__main__`` or in a function is sent by value. The user's
             script is never run again.
-        args, kwargs: arguments for the ``__init__`` of the class, which match its annotations.
+        args, kwargs: arguments for the ``__init__`` of the class. They must match its annotations.
         replicas: number of worker processes.
         env: environment variables of the workers, in addition to the driver's variables.
         window: maximum number of calls that one worker runs at a time. Further calls wait in the
@@ -232,10 +231,10 @@ def spawn(
         max_queue_bytes: maximum bytes of the arguments of the waiting calls. A call that exceeds
             the limit raises ``Overloaded``.
         start_timeout: maximum seconds until all workers are ready.
-        hang_timeout: seconds after which a worker that holds calls counts as hung, if its event
-            loop does not run. The worker is killed and handled like a crash, and the stacks of its
-            threads are logged. An endpoint may await for any time, but must run long computations
-            in a thread. None: no limit.
+        hang_timeout: how many seconds the event loop of a worker with calls may stand still before
+            the worker counts as hung. The worker is then killed and handled like a crash, and the
+            stacks of its threads are logged. An endpoint may await for any time, but must run long
+            computations in a thread. None: no limit.
         restarts: maximum number of replacements of one worker within ``restart_period`` seconds. A
             replacement is created with the same arguments. After one more loss, the pool continues
             without the worker. 0: lost workers are never replaced.
@@ -243,9 +242,9 @@ def spawn(
         log_dir: folder that keeps the output of every worker, one file for each process. None: only
             the output of a worker that fails is kept, in ``logs`` in ``$SGLRL_CACHE``. Errors and
             log lines name the file.
-        hosts: other machines on which the workers run, as for ``launch``. None: this machine. The
-            class is sent by value, together with the code that it uses from modules that are not
-            installed packages. Packages that it imports must be installed on the hosts.
+        hosts: other machines on which the workers run, as for ``launch``. To them, the class is
+            sent by value, together with the code that it uses from modules that are not installed
+            packages. Packages that it imports must be installed on the hosts. None: this machine.
 
     Raises:
         UsageError: the class declares no endpoint, an argument has the wrong type, or an endpoint
@@ -325,7 +324,7 @@ def launch_spec_of(
     target = importable_as(actor, uninstalled)
     spec = ActorSpec(
         target=target,
-        # ``class_pickling`` describes to whom the code is sent.
+        # ``class_pickling`` describes which processes receive the code.
         code=b"" if target else by_value(actor, uninstalled),
         args=body,
         frames=[bytes(f) for f in frames],

@@ -1,4 +1,4 @@
-"""One end of a session between a driver and a node, which survives broken connections.
+"""One end of a session between a driver and a node. The session survives broken connections.
 
 On every new connection, a node sends ``NodeHello`` with the id of its session. If the driver has
 this session, the session continues. Otherwise the driver begins a new session, and the node kills
@@ -25,9 +25,9 @@ from ..wire.nodes import Acknowledge, Numbered
 CHECK_SECONDS: Final = 1.0
 """Seconds between two acknowledgements. Their absence also reveals a broken connection."""
 MESSAGE_BYTES: Final = 64 << 20
-"""Maximum size of a message. It may contain a class that is sent by value, or the end of a log."""
+"""Maximum size of a message. Messages may contain the code of a class, or the end of a log."""
 Send = Callable[[list[bytes]], object]
-"""Sends the frames of one message on the current connection, or drops them if it is broken."""
+"""A function that sends the frames of one message, or drops them if the connection is broken."""
 
 
 class MessageMissing(ProtocolError):

@@ -114,7 +114,7 @@ class _Scores(NamedTuple):
 class Scores(_Scores):
     """The result of ``score(..., top_logprobs=k)``: logprobs of n given tokens.
 
-    Position 0 of a text has no context, so its ids are -1 and its logprobs are NaN.
+    Position 0 of a text has no context, so its ``top_ids`` are -1 and its logprobs are NaN.
 
     Attributes:
         logprobs: float32 [n], the logprobs of the given tokens.
@@ -147,8 +147,8 @@ class NextTokenLogprobs(NamedTuple):
     """The distribution of the next token after a prompt, at temperature 1.
 
     Attributes:
-        logprobs: float32 [v], by token id. With ``top_k``: float32 [k], most likely first.
-            Read-only.
+        logprobs: float32 [vocabulary size], indexed by token id. With ``top_k``: float32 [k], most
+            likely first. Read-only.
         token_ids: int32 [k], the tokens of ``logprobs``, or None if ``logprobs`` has all tokens.
         version: the weight version at the launch of the forward pass that computed the
             distribution.
@@ -203,7 +203,7 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
         lora: the name of the LoRA adapter, or None.
         params: the sampling parameters of the call.
         prompt, chunks, wants_logprobs, top_count, routed_rows, decode: the prompt, the received
-            data and the options of the call. The other values are computed from them.
+            data and the options of the call, from which the properties are computed.
         submitted_at, sent_at, first_at, finished_at: times on the driver's clock, in seconds.
             ``first_at`` is 0 if all tokens came in the last message.
     """
@@ -302,8 +302,8 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     def top_logprobs(self) -> TopLogprobs | None:
         """The most likely tokens at each output position. None unless requested.
 
-        The values are of the same distribution as ``logprobs``. A token that this distribution
-        excludes has the smallest float32.
+        The values are of the same distribution as ``logprobs``. If this distribution excludes a
+        token, its logprob is the most negative finite float32.
         """
         k = self.top_count
         if not k:
@@ -317,8 +317,8 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     def token_ids_logprobs(self) -> NDArray[np.float32] | None:
         """Logprobs of the k tokens of ``token_ids_logprob``, float32 [t, k]. None unless requested.
 
-        The values are of the same distribution as ``logprobs``. A token that this distribution
-        excludes has the smallest float32.
+        The values are of the same distribution as ``logprobs``. If this distribution excludes a
+        token, its logprob is the most negative finite float32.
         """
         return given_logprobs(self.chunks, self.params)
 
@@ -352,8 +352,8 @@ class Completion(msgspec.Struct, frozen=True, dict=True, weakref=True, eq=False)
     def routed_from(self) -> int:
         """The position of the first row of ``routed_experts``.
 
-        In a later turn of a session, this is the first position without a row in earlier turns.
-        Otherwise it is 0.
+        In a later turn of a session, this is the first position for which no earlier turn has a
+        row. Otherwise it is 0.
         """
         return 0 if self.routed_rows is None else self.routed_rows.start
 
@@ -426,8 +426,8 @@ def cut_text(
     text = decode(tokens, skip)
     if isinstance(stop_match, str) and stop_match in params.stop_strings:
         # The last token completed the stop string. So search only for an occurrence that ends in
-        # the text of this token. The engine did not stop at earlier occurrences. ``before`` may
-        # end with an incomplete character that the last token has completed, so strip it.
+        # the text of this token. The engine did not stop at earlier occurrences. Without the
+        # last token, the text may end with an incomplete character, which is stripped.
         before = decode(tokens[:-1], skip).rstrip("\ufffd")
         at = text.find(stop_match, max(0, len(before) - len(stop_match) + 1))
         if at >= 0:

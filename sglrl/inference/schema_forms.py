@@ -55,7 +55,7 @@ class Forms:
         self.root = root
 
     def alternatives(self, schema: Any, path: str, seen: tuple[str, ...] = ()) -> list[Form]:
-        """Return the forms of a schema. A value that is valid for one of the forms is valid.
+        """Return the forms of a schema. A value is valid if it is valid for one of the forms.
 
         Args:
             path: the place of the schema in the root, for errors.
@@ -115,7 +115,7 @@ class Forms:
             if isinstance(form.get(strict), bool) and form.pop(strict) and end in form:
                 form[strict] = form.pop(end)
         if isinstance(form.get("items"), list):
-            # Before draft 2020-12, a list of ``items`` means ``prefixItems``.
+            # Before draft 2020-12, ``items`` with a list as its value means ``prefixItems``.
             form["prefixItems"] = form.pop("items")
             if "additionalItems" in schema:
                 form["items"] = schema["additionalItems"]
@@ -146,7 +146,7 @@ class Forms:
                         )
 
     def _excludes(self, written: Form, other: Form) -> bool:
-        """Return True if every value that the grammar of ``written`` allows is wrong for ``other``.
+        """Return True if no value that the grammar of ``written`` allows is valid for ``other``.
 
         False: this is not certain.
         """
@@ -182,7 +182,10 @@ class Forms:
 
 
 def _harmless(keyword: str, value: Any, form: Form) -> bool:
-    """Return whether a keyword can be ignored. ``multipleOf: 1`` becomes a type of the form."""
+    """Return whether a keyword can be ignored.
+
+    For ``multipleOf: 1``, this replaces the form's type "number" by "integer".
+    """
     types = _OF_TYPE.get(keyword)
     if types and form.get("type") and not set(types) & set(form["type"]):
         return True
@@ -280,7 +283,11 @@ def _properties(first: Form, second: Form, path: str) -> Form:
 
 
 def _property(form: Form, name: str) -> Any:
-    """Return the schema of one property. A form also limits properties that it does not declare."""
+    """Return the schema of one property.
+
+    If the form does not declare the property, this is the schema from ``patternProperties`` or
+    ``additionalProperties``.
+    """
     schemas = [form["properties"][name]] if name in form.get("properties", {}) else []
     patterns = form.get("patternProperties", {})
     schemas += [schema for pattern, schema in patterns.items() if re.search(pattern, name)]

@@ -71,12 +71,12 @@ def stack(
     """Stack trajectories into a TensorDict on the CPU, with batch size [n].
 
     Each trajectory is one of the n rows. A trajectory with branches gives one row for each of its
-    ``leaves``. A ``Group`` gives the rows of all its trajectories. These are fewer than
-    ``group_size`` if the group has lost samples.
+    ``leaves``. A ``Group`` gives the rows of all its trajectories, of which there are fewer
+    than ``group_size`` if the group has lost samples.
 
-    Keys per token, over prompt and response, have the shape [n, t]. Nothing is shifted: the value
-    at a position describes the token at this position. The logits that predict this token are at
-    the previous position.
+    The following keys have the shape [n, t]: one value for each token of the prompt and the
+    response. ``layout`` explains t. Nothing is shifted: the value at a position describes the token
+    at this position. The logits that predict this token are at the previous position.
 
     ================ ======= ======= ============================================================
     key              dtype   padding meaning
@@ -91,19 +91,20 @@ def stack(
                                      without tokens: at the token before it)
     mask_lengths     int64   0       number of tokens that could be drawn at this position; 0 if
                                      it was not sampled, or its sampling mask is not known
-    lora_versions    int64   -1      adapter's version of a token sampled with one, otherwise -1
+    lora_versions    int64   -1      version of the LoRA adapter of a sampled token, otherwise -1
     ================ ======= ======= ============================================================
 
-    ``lora_versions`` exists if a trajectory has them. ``mask_lengths`` and ``mask_ids`` exist if a
-    trajectory has a ``sampling_mask``. ``mask_ids``, int64 [n, m], has the drawable tokens of all
-    positions of a row, one position after the other. In the padded layout, m is the largest number
-    of such tokens in a row, and shorter rows are padded with -1 on the right. In the jagged layout
-    ``mask_ids`` is a nested tensor. ``sglrl.rl.apply_sampling_mask`` accepts both layouts.
+    ``lora_versions`` exists if at least one trajectory has ``lora_versions``. ``mask_lengths`` and
+    ``mask_ids`` exist if at least one trajectory has a ``sampling_mask``. ``mask_ids``, int64 [n,
+    m], has the drawable tokens of all positions of a row, one position after the other. In the
+    padded layout, m is the number of such tokens of the row that has most, and other rows are
+    padded with -1 on the right. In the jagged layout ``mask_ids`` is a nested tensor.
+    ``sglrl.rl.apply_sampling_mask`` accepts both layouts.
 
-    ``routed_experts``, uint8 or int16 [n, t, layers, k], exists if a trajectory has any: the
-    experts that the token at a position was routed to. Padding and positions without routed
-    experts, such as the last one, have the experts 0 to k - 1. ``routed_length``, int64 [n], is the
-    number of tokens of each trajectory, from its first one on, that have routed experts.
+    ``routed_experts``, uint8 or int16 [n, t, layers, k], has the experts that each token was routed
+    to. It exists if at least one trajectory has routed experts. Padding and positions without
+    routed experts, such as the last one, have the experts 0 to k - 1. ``routed_length``, int64 [n],
+    counts the tokens with routed experts, which are the first tokens of each trajectory.
 
     Keys per row have the shape [n]:
 
@@ -116,7 +117,8 @@ def stack(
       values unchanged.
 
     Args:
-        layout: "padded": t is the length of the longest trajectory. "jagged": per-token keys are
+        layout: "padded": t is the length of the longest trajectory, or larger (see ``pad_to`` and
+            ``pad_to_multiple_of``). "jagged": per-token keys are
             nested tensors in torch's jagged layout, without padding. They share their offsets, so
             that operations can combine them. Only LazyStackStorage, among TorchRL's storages,
             accepts them. Read its samples with
@@ -177,7 +179,7 @@ def stack(
         for key, tokens in flat.items():
             padded = np.empty((*filled.shape, *tokens.shape[1:]), tokens.dtype)
             padded[:] = np.arange(tokens.shape[-1]) if tokens.ndim > 1 else padding[key]
-            # The mask assigns row by row, which is the order of the tokens in ``flat``.
+            # Indexing with ``filled`` assigns row by row, in the order of the tokens in ``flat``.
             padded[filled] = tokens
             values[key] = torch.from_numpy(padded)
     elif layout == "jagged":
@@ -248,7 +250,7 @@ def _flat(batch: Sequence[TrajectoryArrays], lengths: NDArray[np.int64]) -> dict
         for index, turn in enumerate(trajectory.turns):
             flat["turn_ids"][response + turn.start : response + turn.stop] = index
             # Add, because a turn without tokens may end at the same token as another turn. The
-            # prompt is never empty, so there is always a token before.
+            # prompt is never empty, so even the first turn has a token before it.
             flat["rewards"][response + turn.stop - 1] += turn.reward
         begin = end
     return flat
@@ -257,7 +259,7 @@ def _flat(batch: Sequence[TrajectoryArrays], lengths: NDArray[np.int64]) -> dict
 def _flat_optional(
     arrays: Sequence[NDArray[np.int32] | None], lengths: NDArray[np.int64], missing: int
 ) -> NDArray[np.int64]:
-    """Return one array of values for each token of all trajectories.
+    """Return one array that has a value for each token of all trajectories.
 
     Args:
         arrays: for each trajectory, the values of its response, int32 [r], or None.

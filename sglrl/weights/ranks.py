@@ -30,15 +30,17 @@ class DriverPort(Protocol):
 class Rank:
     """One process of a worker, from its start until the worker is lost or away.
 
-    A process that is away has another ``Rank`` with the same identity. A replacement process has
-    another ``Rank`` with the same ``member``. Code that waits for a process keeps its ``Rank``, so
+    A worker is away while its connection is broken and it may return. Its process then has a new
+    ``Rank`` with the same identity. A replacement process has a new ``Rank`` with the same
+    ``member``. Code that waits for a process keeps its ``Rank``, so
     it never mistakes a later ``Rank`` for the one that it waits for.
 
     Attributes:
         member: the indices of the worker and of the rank.
         identity: the identity of the process at the driver's router.
-        returns: whether this ``Rank`` was made when the process went away. Its worker may return.
-        hello: the first message of the process. Cancelled if the process is lost before it.
+        returns: whether this ``Rank`` is for a process that is away and may return.
+        hello: the first message of the process. The future is cancelled if the process is lost
+            before the message arrives.
         connection: the serial number of the connection on which ``hello`` arrived.
         lost: whether the worker is lost or away.
         manifest: the last manifest that the process has accepted, and the id of its message. If the
@@ -102,7 +104,7 @@ class Ranks:
         self._past: set[bytes] = set()
         """Identities of lost ranks. Their last messages may arrive after the loss."""
         self._has_weights = False
-        """Whether a rank was ever added, so the engine has weights to update."""
+        """Whether a rank was ever added. Otherwise the engine has no weights to update."""
 
     def attach(self, driver: DriverPort) -> None:
         self._driver = driver
@@ -155,12 +157,13 @@ class Ranks:
             self._driver.send_to_peer(rank.identity, encode(message))
 
     async def greeted(self, deadline: Deadline) -> list[Rank]:
-        """Return the ranks of the workers that are up. Wait for a worker and for all hellos.
+        """Wait until a worker is up and all ranks of such workers have said hello, and return them.
 
         Raises:
             UsageError: the engine has no weights to update.
             WorkerLost: no worker is left.
-            WeightUpdateError: no worker was up, or a rank sent no ``RankHello``, in time.
+            WeightUpdateError: within the deadline, no worker was up, or a rank sent no
+                ``RankHello``.
         """
         if not self._has_weights:
             raise UsageError("this engine has no weights to update: engine='sglang' has")
@@ -175,8 +178,8 @@ class Ranks:
     async def some_up(self) -> list[Rank]:
         """Wait until a worker is up, and return every rank of every worker that is up.
 
-        The wait has no deadline of its own. It ends because the pool limits the time of a
-        replacement's start and the number of replacements.
+        The wait has no deadline of its own. The pool limits the number of replacements and the time
+        in which each must start, so after a while a worker is up or none is left.
 
         Raises:
             WorkerLost: no worker is left.
@@ -203,7 +206,7 @@ async def all_said_hello(ranks: Iterable[Rank], deadline: Deadline) -> None:
 
 
 def check_alive(ranks: Iterable[Rank]) -> None:
-    """Raise ``WorkerLost`` if the worker of these ranks is lost."""
+    """Raise ``WorkerLost`` if the worker of one of these ranks is lost."""
     for rank in ranks:
         rank.check()
 

@@ -23,9 +23,9 @@ class CurrentUpdate:
         self.dirty = False
         self._update: Update | None = None
         self._given_up = 0
-        """The largest id of an aborted update. Earlier updates count as aborted, too."""
+        """The id of the latest aborted update. Updates with smaller ids count as aborted, too."""
         self._lock = threading.Lock()
-        """Held during writes to memory that the next update or the engine also uses."""
+        """A lock for writes to memory that the next update or the engine also uses."""
 
     def begin(self, update: Update) -> None:
         with self._lock:
