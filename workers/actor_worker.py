@@ -235,7 +235,7 @@ class Turns:
         self._asked = False
 
     def next_heartbeat(self) -> Heartbeat:
-        """Return a heartbeat, and request a turn for the next one. Any thread may call this."""
+        """Return a heartbeat with the count, and schedule a turn. Any thread may call this."""
         heartbeat = Heartbeat(self._count)
         if not self._asked:
             self._asked = True
@@ -249,7 +249,9 @@ class Turns:
 
 
 class _Connection:
-    """The worker's connection to the driver. If ``spec.returns``, a broken socket is replaced.
+    """The worker's connection to the driver.
+
+    A broken socket is replaced if ``spec.returns``. Otherwise a break ends the process.
 
     Attributes:
         host: the ``Host`` that uses the connection. None: the actor is not ready yet.

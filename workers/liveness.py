@@ -25,8 +25,8 @@ from sglrl.wire.codec import encode
 from sglrl.wire.processes import WorkerSpec
 
 RECONNECT_SECONDS: Final = 3.0
-"""Seconds until ZeroMQ reconnects by itself. The worker must replace the socket before that time,
-because ZeroMQ would send the waiting messages, although earlier messages were lost."""
+"""Seconds until ZeroMQ reconnects by itself. The worker must replace the socket earlier, because a
+reconnected socket sends the waiting messages, although earlier messages were lost."""
 _PAUSE: Final = 0.5
 """Seconds between a break and the next connection. The pause keeps a worker from connecting too
 often to a driver that refuses connections."""

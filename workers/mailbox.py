@@ -174,8 +174,8 @@ class Mailbox:
                     self.rows = self._offered
                 case Shutdown():
                     self.stopped = True
-        # The end of a wait alone is not progress. A worker that only waits has lost the calls that
-        # the driver counts as pending, if there are any. The hang detector must notice this loss.
+        # The end of a wait alone is not progress. If the driver counts calls as pending while the
+        # worker only waits, these calls are lost, and the hang detector must notice the loss.
         if any_ or not self._waited:
             self.progress += 1
         self._waited = False

@@ -20,7 +20,7 @@ _PRELOADS = {
     "sglang-late": ("sglrl_workers.actor_worker", "sglrl_workers.preload_dependencies"),
 }
 INSTEAD = {"sglang-cuda": "sglang-late"}
-"""By kind of worker: the kind to preload instead, after importing the modules has failed."""
+"""By kind of worker: the kind to preload instead if importing its modules has failed."""
 
 
 def preload(name: str) -> Warm:
