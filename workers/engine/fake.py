@@ -3,12 +3,12 @@
 The output is the prompt, repeated up to ``max_new_tokens``. The logprob of output position i is
 ``-(i + 1) / 1024``. In the distribution of the next token, the last token of the prompt is the
 likeliest. Each following id is less likely by a factor of e, and 0 follows the largest id. The
-likeliest tokens of every output position are 0, 1, ..., with the logprobs of this distribution. All
-values of ``logprobs_mode`` give the same logprobs. A score at temperature t divides all logprobs
-by t. The sampling mask of output position i has the token of this position and the i % 3 ids after
-it. At output position i, id x of ``token_ids_logprob`` has the logprob ``-x / 1024 - i``, and value
-j of the hidden state is ``i + j / 1024``. With ``enable_return_routed_experts=True``, choice j of
-layer l at position p of prompt and output is expert (p + l + j) % e, of e experts.
+likeliest tokens of every output position are 0, 1, ..., with the same falling logprobs. All values
+of ``logprobs_mode`` give the same logprobs. A score at temperature t divides all logprobs by t. The
+sampling mask of output position i has the token of this position and the i % 3 ids after it. At
+output position i, id x of ``token_ids_logprob`` has the logprob ``-x / 1024 - i``, and value j of
+the hidden state is ``i + j / 1024``. With ``enable_return_routed_experts=True``, choice j of layer
+l at position p of prompt and output is expert (p + l + j) % n, of n experts.
 
 Weights do not change the output, but they have versions. The first update of all tensors may have
 any names, shapes and dtypes. Later updates must have the same names, shapes and dtypes. The engine
@@ -28,7 +28,7 @@ Engine arguments:
   the limits for LoRA adapters, which do not change the output.
 * ``fail_lora``: a path. If a file is there when a worker prepares a LoRA adapter, the worker
   removes the file and fails.
-* ``routed_experts`` (default (2, 2, 8)): number of layers, of choices per token, and of experts e.
+* ``routed_experts`` (default (2, 2, 8)): number of layers, of choices per token, and of experts n.
 * ``answers``: lists of token ids. Each request outputs the next list in place of the repeated
   prompt, up to ``max_new_tokens`` or to the first of ``stop_token_ids``. Requests after the last
   list repeat the prompt.

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _TABLE_BYTES = 8 << 20
 """Size of the table in bytes, for the checksums of about 60,000 tensors."""
 _HEAD = 8
-"""Size in bytes of the table's first field, which has the length of the encoded checksums."""
+"""Size in bytes of the table's first field, which stores the length of the encoded checksums."""
 
 
 class Scheduler(Protocol):
