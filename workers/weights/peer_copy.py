@@ -164,7 +164,7 @@ def _before_others() -> Iterator[None]:
     try:
         yield
     finally:
-        # Keep the value 0. It means that another copy runs, or that this worker had no requests.
+        # A value that was already 0 stays: another copy runs, or this worker had no requests.
         with contextlib.suppress(OSError):
             try:
                 if nice is not None and nice != "0":

@@ -39,7 +39,7 @@ class StagingMemory:
         return memory
 
     def room(self, wanted: int) -> int:
-        """Return the bytes that staging may use. A result of ``wanted`` or more may be too low."""
+        """Return the bytes that staging may use, or a smaller number of at least ``wanted``."""
         if self._device.type == "cpu":
             return available_memory()
         # memory_reserved() and similar functions build a dict of all statistics, which takes a
