@@ -25,8 +25,8 @@ _RANKS_FROM_CONTEXT = _RELEASE >= (0, 5, 21)
 def checked_arguments(args: dict[str, Any], gpu_id: int) -> ServerArgs:
     """Return SGLang's arguments, and set up the process like SGLang's own server.
 
-    This loads SGLang's plugins, sets environment variables of kernels (and of NCCL, if an argument
-    requests this) and limits of the process, and checks arguments against each other.
+    This loads SGLang's plugins, checks the arguments against each other, and sets limits and
+    environment variables of the process. It sets NCCL's variables only if an argument requests it.
 
     Args:
         gpu_id: the index into the argument ``numa_node``, which has one entry for each GPU.

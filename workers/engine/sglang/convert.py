@@ -387,8 +387,8 @@ def score_chunk(
     Position 0 has no logprobs: its logprobs are NaN, and the ids of its likeliest tokens are -1.
 
     Args:
-        prefills: (first position, versions) of each part of the prompt. The versions have computed
-            this part. The logits at a position predict the next token.
+        prefills: (first position, versions) of each part of the prompt. One pair of versions has
+            computed one part. The logits at a position predict the next token.
     """
     # SGLang's first position is ``start - 1``, unless ``start`` is 0.
     skip = 1 if start else 0

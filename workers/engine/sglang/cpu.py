@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from sglrl.errors import EngineError
 
 _NICENESS = 5
-"""The niceness of a serving worker. It gets a third of the CPU time of a starting worker."""
+"""The niceness of a serving worker, which thus gets a third of a starting worker's CPU time."""
 
 _LARGE = 1 << 20
 """Minimum size in bytes of the tensors that ``UntouchedZeros`` handles."""
@@ -50,8 +50,8 @@ def check(model: torch.nn.Module) -> None:
 class UntouchedZeros(TorchFunctionMode):  # type: ignore[misc]
     """Makes large CPU tensors of zeros from pages that the kernel allocates on first use.
 
-    PyTorch itself writes the zeros, so the start of a worker would take the time to fill the KV
-    cache, and all of the cache's memory.
+    PyTorch itself writes the zeros. The start of a worker would then wait until the KV cache is
+    filled, and all pages of the cache would take memory.
     """
 
     def __torch_function__(

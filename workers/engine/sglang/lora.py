@@ -2,8 +2,8 @@
 
 ``lora_calls.py`` creates the commands. Every rank of a replica executes a command at the same place
 in its loop. A separate thread prepares an adapter, so the engine continues during the preparation.
-The commit pauses the engine for one step: it copies the tensors to the adapter's slot of the pool,
-if the adapter has a slot. A new version keeps SGLang's id of the adapter, so running requests
+The commit runs between two steps: it copies the tensors to the adapter's slot of the pool, if the
+adapter has a slot. A new version keeps SGLang's id of the adapter, so running requests
 continue with the new tensors.
 """
 
@@ -44,7 +44,7 @@ def install(setup: Setup) -> Callable[[Any], bool]:
 
 
 class _Preparation:
-    """An adapter that ``thread`` prepares. Once the thread has ended, it is ready or has failed.
+    """An adapter that ``thread`` prepares. It is ready once the thread ends without ``error``.
 
     Attributes:
         adapter: SGLang's adapter, with tensors in the memory of the host.

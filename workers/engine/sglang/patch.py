@@ -2,7 +2,7 @@
 
 ``patch_list`` declares every place that replaces, wraps or subclasses SGLang code, and names the
 SGLang code. ``known_sources`` has a digest of this code's source in each supported version. If the
-installed SGLang has another source, an acceleration stays off. A correction prevents the start,
+installed SGLang has another source, an acceleration stays off, but a correction prevents the start,
 because results may be wrong. ``patch_list`` and ``known_sources`` do not import SGLang.
 """
 

@@ -106,7 +106,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         """Answers next-token queries. None if this acceleration is off."""
         self.sglrl_version = 0
         self.sglrl_weight_changes = 0
-        """The number of changes of the weights, because two changes may have the same version."""
+        """The number of weight changes, for cache keys. Two changes may have the same version."""
         self.sglrl_adapters: Any = None
         """The ``lora.Adapters`` of this rank. None if the engine accepts no LoRA adapters."""
         self.sglrl_steps = StepClock()
@@ -360,7 +360,7 @@ class SglrlScheduler(Scheduler):  # type: ignore[misc]
         routed_experts.collect(self, batch, result)
         returned = super().process_batch_result(batch, result, *args, **kwargs)
         if self.sglrl_adapter is not None:
-            # Count progress before the prefill ends, so that no heartbeat reports only the end.
+            # Count progress first: no heartbeat may report a prefill's end without the progress.
             self.sglrl_adapter.mailbox.progress += 1
         self._sglrl_last_ended = result.sglrl_launch
         return returned

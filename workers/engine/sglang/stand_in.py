@@ -27,7 +27,7 @@ class StandIn:
 
     Every tensor is replaced by a tensor on the meta device with the same type, shape, strides and
     offset in its storage. Tensors that share a storage also share a storage in the copy. Containers
-    and bound methods that refer to the model refer to the copy instead. All other objects are
+    and bound methods are copied, so that they refer to the copy of the model. All other objects are
     shared with the model.
 
     Attributes:

@@ -34,7 +34,7 @@ class WeightCommands:
         self._expected = threading.Event()
         self._arrived = threading.Event()
         self._due: float | None = None
-        """The time of ``time.monotonic`` at which the command is expected. None if unknown."""
+        """The ``time.monotonic`` at which the command is expected. None: do not idle the GPU."""
 
     def __bool__(self) -> bool:
         return bool(self._commands)
@@ -53,8 +53,8 @@ class WeightCommands:
         """Expect a command within about one step. Any thread may call this.
 
         Args:
-            seconds: the time until all weights have arrived. None if they do not become live
-                immediately after that.
+            seconds: the time until all weights have arrived. None if the GPU must then copy them
+                to make them live.
         """
         self._arrived.clear()
         self._due = None if seconds is None else time.monotonic() + seconds + _COMMIT_SECONDS

@@ -1,8 +1,8 @@
 """Draw tokens and compute their logprobs on the GPU, in one pass over the logits.
 
 Without top-p, top-k and min-p every token can be drawn. SGLang then divides the logits and computes
-probabilities, noise, quotients and the logarithms of all of them. These are a dozen passes over
-[requests, vocabulary]. With a small model and a large vocabulary they take a third of a step.
+probabilities, noise, quotients and logarithms, in a dozen passes over [requests, vocabulary]. With
+a small model and a large vocabulary, these passes take a third of a step.
 
 This module reads each logit once. An exponential race selects the token: each token gets a random
 number E with an exponential distribution, and the token with the smallest E / p wins. Each token
