@@ -25,7 +25,7 @@ from .members import READY, STALE, Member
 from .routing import Router
 
 _PATIENCE: Final = 64
-"""How many later calls may pass any call. ``_is_passed_enough`` adds to this number."""
+"""At least this many later calls may pass a call. ``_is_passed_enough`` computes the limit."""
 _LOOKS: Final = 64
 """Maximum number of calls that one ``_take_for`` moves to the members that hold their prefixes."""
 

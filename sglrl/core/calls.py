@@ -58,18 +58,19 @@ class Call:
         args: a frozen struct of the endpoint's arguments, which is encoded when the call is sent,
             or ``Raw`` arguments that are already encoded.
         reply: an object of the shell for the answer. The core only passes it on with the effects.
-        stream: whether the caller receives chunks as they arrive. If so, the caller would notice if
-            a running call started again from the beginning.
+        stream: whether the caller receives chunks as they arrive. After its first chunk, such a
+            call is not run again from the beginning, because the caller already has this chunk.
         bound_to: the member whose process must execute the call, or None. A bound call is pinned to
             this member, and ends with ``WorkerLost`` instead of running in a replacement, even if
             the call is idempotent.
         resumable: whether another worker can continue from the chunks received so far.
         losses: number of workers that were lost while they held the call. A worker that is away
-            does not count. The first chunk from each worker resets it to 0 if the call is
-            resumable.
+            does not count. For a resumable call, the first chunk from each worker resets the number
+            to 0.
         urgent: whether to send the call at once to the READY worker to which it is pinned, even if
             the worker's window is full. The calls that the worker holds may depend on this call.
-        target: index of the worker in the remote pool, for a call through a remote pool.
+        target: for a call through a remote pool: the index of the worker in that pool to which the
+            call is pinned. None: the call is not pinned there.
         client: the client that made the call. It is None for a call of the pool's own client until
             the call waits.
         answer_bytes: size of the answer, if it is known in advance and the client has to read the
@@ -190,7 +191,7 @@ class Call:
 
 
 class Deadlines:
-    """The deadlines of live calls. Entries of ended calls are removed later.
+    """The deadlines of live calls. The entry of an ended call may remain for some time.
 
     Args:
         calls: the live calls by id. The caller adds and removes calls.

@@ -32,7 +32,7 @@ SHORTEST: Final = 0.005
 time."""
 MARGIN: Final = 0.2
 """Number of requests that may wait, as a share of the limit. An engine can then start a waiting
-request when another request ends. If more than twice as many wait, the limit falls."""
+request when another request ends. If more than twice this number wait, the limit falls."""
 STEP: Final = 1.25
 """Growth factor of the limit after the engines have been full once."""
 SLOW_START: Final = 2.0

@@ -24,7 +24,7 @@ class DriverListener:
         return False
 
     def before_serving(self, worker: int) -> None:
-        """The worker is about to accept calls. Calls that this method submits reach it first."""
+        """The worker is about to accept calls. Calls submitted in this method reach it first."""
 
     def on_ready(self, worker: int, ready: Ready) -> None:
         """The worker is ready."""

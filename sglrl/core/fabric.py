@@ -98,14 +98,14 @@ class Fabric:
     def member_lost(self, index: int, reason: str, now: float, *, returns: bool = False) -> None:
         """Remove a lost worker and requeue or end its calls.
 
-        Idempotent calls are queued again, ahead of younger calls of their client, except bound
-        calls and begun streams that are not resumable. All other calls end with ``WorkerLost``. A
-        call that loses ``max_attempts`` workers without a chunk in between also ends with
-        ``WorkerLost``, because the call may be the cause.
+        Idempotent calls are queued again, except bound calls and begun streams that are not
+        resumable. All other calls end with ``WorkerLost``. A queued call keeps its place ahead of
+        younger calls of its client. A call that loses ``max_attempts`` workers without a chunk in
+        between also ends with ``WorkerLost``, because the call may be the cause.
 
         Args:
             returns: whether a replacement is expected. If so, idempotent calls that are pinned to
-                the worker wait for the replacement. If it will not follow after all, call
+                the worker wait for the replacement. If no replacement follows after all, call
                 ``member_retired``.
         """
         member = self.members[index]
@@ -232,7 +232,7 @@ class Fabric:
             self._pump(now)
 
     def results(self, member: Member, items: Sequence[Item], now: float) -> None:
-        """Process items from a worker. Only count an item if the worker does not hold its call."""
+        """Process a worker's items. Items of calls that the worker does not hold are only counted."""
         held = member.calls
         outbox = self.outbox
         calls = self.calls

@@ -7,7 +7,7 @@ while the worker holds calls:
 * No heartbeat arrives: the process is stopped, or computes without letting another thread run.
 * Heartbeats arrive and report the same progress. In phase ``WEIGHTS`` this is allowed because the
   weight channel has its own deadlines, and in ``PAUSED`` because the user asked for the pause. In
-  ``PREFILL`` it is allowed for ``PREFILL_TIMES`` times the usual time.
+  ``PREFILL`` it is allowed for ``PREFILL_TIMES`` times ``timeout``.
 
 While the driver itself is stopped or busy, no clock runs. After that, no worker counts as hung
 before the driver has had time to read the messages that arrived in the meantime.

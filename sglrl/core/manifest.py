@@ -143,8 +143,8 @@ class ManifestCheck:
     ) -> None:
         """Check a manifest, as ``check_manifest`` does.
 
-        A partial manifest is empty if the engine keeps none of the tensors that the caller gave,
-        because the sender leaves such tensors out.
+        The sender leaves out tensors that the engine does not keep, so a partial manifest may be
+        empty.
         """
         if self._fitting is not None:
             specs, was_partial = self._fitting

@@ -65,9 +65,9 @@ def followers(
             requests for which another request may wait.
 
     Returns:
-        indices into ``waiting``. Each of these requests shares a prefix with another request, of
-        which at least ``LEAST`` tokens are not in the cache yet. The other request is in ``begun``,
-        or is earlier in ``waiting`` and not returned.
+        indices into ``waiting``. Each of these requests shares a prefix with another request, and
+        at least ``LEAST`` tokens of this prefix are not in the cache yet. The other request is in
+        ``begun``, or is earlier in ``waiting`` and not returned.
     """
     leaders: dict[int, int] = {}
     there: dict[int, int] = {}
@@ -82,8 +82,9 @@ def followers(
             if index >= len(begun) and min(end, prompt.most) - there[leader] >= LEAST:
                 later.add(index - len(begun))
             break
-        # This request becomes the leader for its keys without a leader, even if it waits itself. A
-        # later request with one of these keys also has the shorter prefix for which this one waits.
+        # This request becomes the leader for its keys without a leader, even if it must wait for
+        # the prefill of a shorter prefix. A later request with one of these keys also has this
+        # shorter prefix, so it must wait for the same prefill.
         for key in prompt.keys:
             leaders.setdefault(key, index)
     return later

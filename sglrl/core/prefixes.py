@@ -103,7 +103,7 @@ class Route:
         """Return one key for each compared prefix, then one key for the whole prompt.
 
         The prefixes have the lengths of ``BEGINNINGS``, in blocks of ``block`` tokens. Each key
-        depends on all tokens of its prefix. A conversation that already has a worker has no key
+        depends on all tokens of its prefix. A conversation with ``recorded`` prefixes has no key
         for the whole prompt. A collision costs a cache miss, never a wrong result.
         """
         tokens, size = self.tokens, len(self.tokens)
@@ -127,7 +127,8 @@ class Route:
         """Record that the member gets the call.
 
         If a conversation stays with its member, only the longest prefix of the prompt is recorded.
-        Another conversation that continues from the end of this prompt has this prefix, too.
+        This suffices, because another conversation that continues from the end of this prompt also
+        has this prefix.
         """
         n = self.recorded
         if self.sticky and n and member is self.member:
