@@ -48,7 +48,7 @@ def limits(other: Environment, *, gpus: bool) -> list[str]:
     if gpus:
         packages["NCCL"] = (other.nccl, own.nccl)
     for name, (theirs, ours) in packages.items():
-        # A program without torch does not send weights from memory.
+        # A missing package is not reported: a program without torch sends no weights from memory.
         if theirs and ours and theirs != ours:
             differences.append(f"{name} {theirs}, here {ours}: weights cannot be sent from memory")
     return differences

@@ -404,7 +404,7 @@ class Supervisor(DriverListener):
         worker.settled.set()
 
     def _hold_stale(self) -> None:
-        """If all workers are stale, record the reason why calls wait: they need new weights."""
+        """If all workers are stale, record that calls wait for the next weight update."""
         states = {member.state for member in self._driver.fabric.members.values()} - {RETIRED}
         if states == {STALE}:
             version = self._weights.version

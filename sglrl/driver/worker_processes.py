@@ -44,7 +44,8 @@ class Worker:
         self.breaks = 0
         """Number of times that the connection broke."""
         self.returns = False
-        """Whether a replacement follows a loss. False until the worker has started successfully."""
+        """Whether a replacement follows a loss. False for a new worker until ``Pool.enter`` or
+        ``Pool.add`` has succeeded."""
         self.restart_in: float | None = None
 
     @property
