@@ -232,7 +232,10 @@ class Fabric:
             self._pump(now)
 
     def results(self, member: Member, items: Sequence[Item], now: float) -> None:
-        """Process a worker's items. Items of calls that the worker does not hold are only counted."""
+        """Process items from a worker.
+
+        An item of a call that the worker does not hold is only counted, in ``stray_items``.
+        """
         held = member.calls
         outbox = self.outbox
         calls = self.calls
