@@ -94,10 +94,10 @@ def is_loopback(address: str) -> bool:
 
 
 def address_towards(other: str, own: str) -> str:
-    """Return the address at which the machine of ``other`` reaches an end that listens on ``own``.
+    """Return the address of this machine's socket at ``own`` for a peer at the address ``other``.
 
-    If ``own`` stands for all interfaces, return the address from which this machine reaches
-    ``other``.
+    If ``own`` stands for all interfaces, the host of the result is the IP address from which this
+    machine sends packets to ``other``.
     """
     host = host_of(own)
     if host not in _ALL_INTERFACES:

@@ -54,8 +54,8 @@ class DriverTransport(Protocol):
             on_pause: is called after the last message of a batch, so that the receiver can act once
                 for the whole batch.
             on_break: is called on the event loop when a connection was closed or broke. The
-                transport cannot tell which connection. At once or very soon, ``send`` returns False
-                for its peer.
+                transport cannot tell which connection. ``send`` to the peer of this connection
+                returns False at once or very soon.
         """
         ...
 

@@ -72,8 +72,8 @@ class RowsWriter:
 
     Attributes:
         offer: the data that the driver needs to open the file.
-        rows: all rows, as float32 [pieces, TOGETHER, row]. After ``take`` has returned a slot, row
-            ``slot % TOGETHER`` of piece ``slot // TOGETHER`` may be written.
+        rows: all rows, as float32 [pieces, TOGETHER, values of a row]. After ``take`` has returned
+            a slot, row ``slot % TOGETHER`` of piece ``slot // TOGETHER`` may be written.
         on_piece: is called with each piece before its first use. If it raises ``RuntimeError``, no
             more pieces are added.
     """
@@ -118,7 +118,7 @@ class RowsWriter:
             self._taken[slot] = 0
 
     def __getitem__(self, slot: int) -> NDArray[np.float32]:
-        """Return the row of a slot: float32 [row]."""
+        """Return the row of a slot: float32 [values of a row]."""
         row: NDArray[np.float32] = self.rows[slot // TOGETHER, slot % TOGETHER]
         return row
 

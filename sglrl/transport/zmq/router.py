@@ -48,7 +48,7 @@ class ZmqRouter(Pump):
     Attributes:
         address: the address for workers on this machine.
         outer_address: the address for other machines.
-        worker_keys: keys for the workers, which are created for this router. None without ``keys``.
+        worker_keys: a key pair that this router creates for its workers. None without ``keys``.
     """
 
     plain_frames = 2
