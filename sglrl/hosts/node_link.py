@@ -19,7 +19,7 @@ class NodeLink:
     Attributes:
         name: the name of the host, which is unique in the program.
         hello: the first message of the node.
-        session: the session with the node, which survives broken connections.
+        session: the session with the node. It survives broken connections.
     """
 
     def __init__(self, name: str, hello: NodeHello, session: str, router: ZmqRouter) -> None:
