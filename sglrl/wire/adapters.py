@@ -74,7 +74,7 @@ class LoraCommit(msgspec.Struct, array_like=True, frozen=True):
 
 
 class LoraKeep(msgspec.Struct, array_like=True, frozen=True):
-    """Arguments of ``lora_keep``: drop all uploads and their adapters, except uploads ``serials``.
+    """Arguments of ``lora_keep``: drop all uploads and their adapters, except the ``serials``.
 
     Requests that use a dropped adapter end with ``UnknownAdapter``.
     """

@@ -206,7 +206,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
         tokens_per_second: generated tokens per second in the latest ``RATE_SECONDS`` (10) seconds,
             or since the engine was ready, if that is a shorter time. The time counts even while the
             engine was stopped. Tokens count when the engine reports them. A request without a
-            stream reports several at once.
+            stream reports several tokens at once.
         draining: whether new requests wait, because an update, a pause or a sleep waits until the
             running requests have ended.
         asleep: the resources that the engine has released (``Client.sleep``).

@@ -23,7 +23,7 @@ class NodeHello(msgspec.Struct, array_like=True, frozen=True, tag=80):
     orphan_timeout: seconds without a connection after which the node ends the session.
     boot: a text that identifies the machine and its last boot.
     session: the id of the session that the node continues, or "" if it has none.
-    received: the number of the last message that the node has received in this session.
+    received: the serial number of the last message that the node has received in this session.
     question: whether the sender is not a node, and only asks whether a node would be admitted.
     program: the IP address at which the node reaches the driver, or "" if it is unknown.
     process: a text that identifies the process of the node.
@@ -48,7 +48,7 @@ class Admit(msgspec.Struct, array_like=True, frozen=True, tag=81):
 
     session: the id of the session. If it is the id in ``NodeHello``, the session continues. If not,
         a new session begins.
-    received: the number of the last message that the driver has received in the session.
+    received: the serial number of the last message that the driver has received in the session.
     environment: the versions of the driver's Python and packages, if ``NodeHello`` is a question.
     """
 
@@ -69,8 +69,8 @@ class Refuse(msgspec.Struct, array_like=True, frozen=True, tag=82):
 class Numbered(msgspec.Struct, array_like=True, frozen=True, tag=83):
     """A message of the session follows in the next frame.
 
-    number: the number of this message.
-    received: the number up to which the sender acknowledges the other side's messages.
+    number: the serial number of this message.
+    received: the serial number of the last message that the sender has received in the session.
     """
 
     number: int

@@ -307,7 +307,7 @@ class ModelDescription(msgspec.Struct, array_like=True, frozen=True):
     """The tensors of a loaded model.
 
     tensors: every tensor that the model loads, with the dtype in which it is kept.
-    ignored: names of tensors of the architecture that the model does not keep.
+    ignored: names of the architecture's tensors that the model does not keep.
     tied: ignored names for which the model uses another tensor, each with that tensor's name.
     open: whether the tensors are not known yet. The first update of all tensors determines them.
     """
