@@ -78,7 +78,8 @@ class RemoteDriver(Driver):
         self._pool = self.fabric.members[0]
 
     def submit(self, call: Call) -> None:
-        # This driver has a single worker, so only the request contains the worker of the pool.
+        # The caller names a worker of the pool. It is sent in the request (``target``), because
+        # ``pinned`` names a worker of this driver, which has only one.
         call.target, call.pinned = call.pinned, None
         super().submit(call)
 

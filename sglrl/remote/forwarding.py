@@ -23,7 +23,7 @@ from ..wire.remote import Answers, PoolStatus
 NEWS_SECONDS: Final = 0.1
 """Minimum seconds between two reports of the engines' load to a busy client."""
 _KNOWN_CONVERSATIONS: Final = 1 << 14
-"""How many recent conversations of a client are kept at least. At most twice as many are kept."""
+"""Minimum number of recent conversations to keep for each client. The maximum is twice as many."""
 
 Part = tuple[Any, ...]
 """A tuple in the layout of ``Answer``, or of its first four fields."""

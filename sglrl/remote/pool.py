@@ -199,8 +199,8 @@ class RemotePool:
     def _make_sure(self) -> None:
         """Send an empty message if calls are pending, to find out if the pool dropped this client.
 
-        The pool drops a client that does not read its messages. The pool cannot notify this client,
-        because the connection is full. It answers later messages of the client with ``Rejected``.
+        The pool drops a client that does not read its messages. It cannot notify the client then,
+        because the connection is full. It answers the client's next message with ``Rejected``.
         """
         if self.driver.fabric.calls:
             self.driver.send_to_peer(b"", encode(Requests([])))
