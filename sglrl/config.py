@@ -44,9 +44,9 @@ class FabricConfig(msgspec.Struct, frozen=True, kw_only=True):
             that are rows or scores, the unread bytes may reach twice this size. With generations,
             they may reach more. At ``DROPPED_AT`` times the larger of this size and
             ``max_message_bytes``, the client is dropped and its calls end.
-        max_attempts: when this many workers were lost one after another while they held the same
-            idempotent call, with no chunk received between the losses, the call fails, because it
-            may be the cause. Choose a number that unrelated losses do not reach.
+        max_attempts: an idempotent call fails when it has lost this many workers without a chunk
+            in between, because the call may be the cause of the losses. Choose a number that
+            unrelated losses do not reach.
         overload: a worker counts as overloaded for prefix affinity when it holds more than
             ``overload`` times the mean load plus ``overload_slack`` calls.
         overload_slack: see ``overload``.

@@ -4,9 +4,9 @@ An operation is an ``async`` method of ``Client`` that runs in the process that 
 There it is an ordinary method call. In any other process, ``sglrl.connect`` gives a client whose
 operations send their arguments to the launching process, and return its result or raise its error.
 
-The annotations of the method are the types of these messages, as for the endpoints of an actor. The
-blocking client, ``POST /pool/{operation}`` over HTTP and ``sglrl call`` take every public operation
-from ``operations_of``, so a new operation needs no code there.
+The annotations of the method are the types of the arguments and the result in messages, as for the
+endpoints of an actor. The blocking client, ``POST /pool/{operation}`` over HTTP and ``sglrl call``
+take every public operation from ``operations_of``, so a new operation needs no code there.
 """
 
 from __future__ import annotations

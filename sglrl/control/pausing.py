@@ -17,7 +17,7 @@ from .operations import operation
 
 
 class PauseEndpoints(Protocol):
-    """Endpoints of an engine worker. ``PoolPausing`` calls them, because it tracks the state.
+    """Endpoints of an engine worker. Only ``PoolPausing`` calls them: it records the state.
 
     They are not idempotent, so calls are not retried on a replacement worker. ``before_serving``
     pauses a replacement when it starts to serve.

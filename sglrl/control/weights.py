@@ -48,11 +48,11 @@ class WeightMethods(ClientBase):
 
         Args:
             weights: a ``torch.nn.Module``, a mapping or TensorDict, or an iterable of (name,
-                tensor). The names are Hugging Face names: the names in the model's checkpoint, or
-                in its module where transformers merges all experts of a layer into one tensor. The
-                tensors may be on any device and in any float dtype. This process, the sender, casts
-                them to the engine's dtype and gathers DTensors. They must not change until this
-                returns.
+                tensor). The names are Hugging Face names: the names in the model's checkpoint.
+                Where transformers merges all experts of a layer into one tensor, the name of this
+                tensor in the module is allowed too. The tensors may be on any device and in any
+                float dtype. This process, the sender, casts them to the engine's dtype and gathers
+                DTensors. The tensors must not change until this returns.
             device: the GPU (or "cpu") that sends. None: the GPU of the tensors, or the current GPU
                 if no tensor is on one. With workers on CPU, None is "cpu".
             host: an address of this process that the workers can reach. None: "127.0.0.1", or with
@@ -61,8 +61,8 @@ class WeightMethods(ClientBase):
                 is then an adapter as for ``load_lora``, and ``version`` is the adapter's own
                 version (``Completion.lora_versions``). Running requests continue with the new
                 adapter.
-                ``inflight`` is "continue", "retract" or "abort", which aborts only the requests of
-                this adapter. ``mode``, ``partial``, ``same_version``, ``bucket_bytes``,
+                ``inflight`` is "continue", "retract" or "abort". Only the requests of this adapter
+                are aborted. ``mode``, ``partial``, ``same_version``, ``bucket_bytes``,
                 ``drain_timeout``, ``device`` and ``host`` must have their defaults.
             config: the configuration of the adapter, as for ``load_lora``. None: keep the rank and
                 the scaling of the adapter.
@@ -101,8 +101,8 @@ class WeightMethods(ClientBase):
         Raises:
             InvalidWeights: names, shapes or dtypes do not fit the model, there is not enough
                 memory, or a value is not finite. Every worker keeps its weights, with one
-                exception: in mode "bucketed", a DTensor is gathered and checked only after the
-                tensors before it were written.
+                exception: in mode "bucketed", a DTensor is checked only after the tensors before it
+                were written. If it is not finite, workers with some new tensors are killed.
             UpdateInProgress: another update or copy was still running after ``timeout`` seconds.
                 This update has not begun.
             SettingsMismatch, UsageError: see ``sglrl.errors``.
