@@ -95,7 +95,7 @@ def engine_fields(sglang: str | None = None) -> Mapping[str, EngineField]:
 
 
 def _constants(module: ast.Module) -> dict[str, Any]:
-    """Return the module's constants that have a literal value, by name."""
+    """Return the module's constants by name. A value that is not a literal is ``COMPUTED``."""
     return {
         item.targets[0].id: _literal(item.value)
         for item in module.body

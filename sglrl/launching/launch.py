@@ -191,10 +191,10 @@ def launch(
             sglrl is installed. This program then needs neither SGLang nor SGLang's version of
             torch. The interpreter starts with this program's environment variables. None: this
             program's own interpreter.
-        hosts: other machines on which the workers run: nodes that connect to this program, or all
-            machines of a Ray cluster ("ray") or of an allocation of Slurm ("slurm"). The pool then
-            uses the ``address``, ``keys``, ``insecure`` and ``heartbeat_timeout`` of the hosts.
-            None: this machine.
+        hosts: other machines on which the workers run: the nodes of a ``Hosts``, or all machines of
+            a Ray cluster ("ray") or of an allocation of Slurm ("slurm"). The pool then uses the
+            ``address``, ``keys``, ``insecure`` and ``heartbeat_timeout`` of the hosts. None: this
+            machine.
         **engine_args: fields of SGLang's ``ServerArgs`` (``mem_fraction_static``,
             ``max_running_requests``, ...). Their names are checked. SGLang's command-line aliases
             (``disable_piecewise_cuda_graph``, ...) are accepted too. ``random_seed`` (in
