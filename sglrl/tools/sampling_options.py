@@ -45,7 +45,7 @@ def sampling_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def option_names(field: Field) -> list[str]:
-    """Return the names of a parameter's option. If there are two, the second sets it to False."""
+    """Return the names of a parameter's option. A second name, if there is one, means False."""
     name = field.name.replace("_", "-")
     return [f"--{name}", f"--no-{name}"] if field.default is True else [f"--{name}"]
 

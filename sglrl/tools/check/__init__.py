@@ -4,7 +4,7 @@ Read ``rollouts`` first: a program that uses sglrl looks like this. Then read ``
 the other parts.
 
 * ``tasks``: the questions;
-* ``rollouts``: asks them, with many conversations in flight;
+* ``rollouts``: asks the questions, with many conversations in flight;
 * ``report``: the measurements as a struct and as a table;
 * ``run``: runs all of this in order.
 

@@ -49,8 +49,8 @@ class TaskResult(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         first: mean reward over the first ``WINDOW`` steps.
         last: mean reward over the last ``WINDOW`` steps.
-        goal_step: the first step at which the mean over this step and the steps before it,
-            ``WINDOW`` in total, reached the goal. None if the task never reached the goal.
+        goal_step: the first step at which the mean reward over the last ``WINDOW`` steps, this
+            one included, reached the goal. None if the task never reached the goal.
         goal_seconds: seconds from the start of the command to the end of ``goal_step``, or None.
     """
 
