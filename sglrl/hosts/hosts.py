@@ -304,7 +304,7 @@ class Hosts:
         return text
 
     def too_few(self, workers: int, gpus: int) -> str:
-        """Return a text about workers that do not fit on the hosts, with the offers of all hosts."""
+        """Return a text about workers that do not fit on the hosts, with all offers."""
         what = f"{workers} worker{'s' if workers > 1 else ''} with {gpus} GPUs each"
         offers = "; ".join(
             f"{host} has {len(offer.gpus)} GPUs ({len(self.placement.free(host))} free) and "
