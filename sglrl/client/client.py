@@ -234,7 +234,7 @@ class Client(
     ) -> Any:
         """Sample continuations of one prompt or of several.
 
-        Give one of ``prompt``, ``input_ids`` and ``messages``. It has one prompt or a list of them.
+        Give one of ``prompt``, ``input_ids`` and ``messages``: one prompt or a list of prompts.
 
         Args:
             prompt: a text, or messages.
@@ -243,9 +243,9 @@ class Client(
                 message is text or a list of OpenAI's text parts, which are joined without a
                 separator. Any other part (an image, audio, ...) raises ``InvalidRequest``.
             n: the number of samples per prompt. They share the prompt's prefix cache on one worker.
-                All samples of all prompts are submitted at once. The limit is the number of calls
-                in the workers' windows plus ``max_queue``, the calls that may wait at the driver.
-                If there are more samples, none is submitted, and ``InvalidRequest`` is raised.
+                All samples of all prompts are submitted at once. Their number is limited to the
+                calls in the workers' windows plus ``max_queue``, the calls that may wait at the
+                driver. Beyond this limit, none is submitted, and ``InvalidRequest`` is raised.
 
         Keyword Args:
             tools: the tools that the chat template describes. A tool is a JSON schema as in
@@ -254,7 +254,8 @@ class Client(
             continue_final_message: continue the last message, which must be a message of the
                 assistant, instead of beginning a new one. The completion has only the new tokens.
             renderer: the parser of ``Completion.message``, as in ``session``. None: the renderer
-                that fits the chat template, if there are ``tools`` or a grammar for ``messages``.
+                that fits the chat template if there are ``tools`` or a grammar for ``messages``,
+                otherwise no renderer.
             tool_choice: whether the model must call a tool, as in ``session``.
             logprobs: return the logprob of every output token. See ``Completion.logprobs``.
             top_logprobs: also return this number of most likely tokens at each position.

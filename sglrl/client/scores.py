@@ -109,9 +109,9 @@ class ScoreMethods(ClientBase):
             score that is submitted after ``update_weights`` has returned has the new version.
 
             The engine may prefill a text in several parts, and a weight update may happen between
-            two parts. With inflight="continue", each part has the version of its own forward pass,
-            and ``versions`` lists them. With "retract", "abort" or "drain", all positions have one
-            version.
+            two parts. After ``update_weights(inflight="continue")``, each part has the version of
+            its own forward pass, and ``versions`` lists these versions. With the other values of
+            ``inflight``, all positions have one version.
         """
         requests = self.requests
         checked = requests.options(top_logprobs=top_logprobs, **options)
