@@ -4,8 +4,8 @@ The docstrings cite the papers. These functions suffice for a short trainer
 (``examples/grpo.py``). They are not a training framework.
 
 Tensors are [b, t], for b trajectories with t tokens each, in the layout of
-``sglrl.rollouts.stack``. The value at a token belongs to this token. Everything is computed in at
-least float32.
+``sglrl.rollouts.stack``. Values are not shifted: the value at position i belongs to token i.
+Everything is computed in at least float32.
 """
 
 from .advantages import group_advantages, has_signal, leave_one_out, turn_advantages

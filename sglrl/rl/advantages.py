@@ -56,7 +56,7 @@ def turn_advantages(
     The return of a turn is the sum of its reward and the rewards of all later turns. The advantage
     of a turn is (return - mean) / standard deviation. The mean and the standard deviation are
     computed over the turns of the group with the same index. Rewards of earlier turns have no
-    effect. arXiv:2505.11821 reports the effect on agents of one advantage for all turns. If all
+    effect. arXiv:2505.11821 compares advantages per turn with one advantage for all turns. If all
     trajectories have a single turn, the result is the same as for ``group_advantages``.
 
     Args:

@@ -34,7 +34,8 @@ def token_logprobs(logits: Tensor, ids: Tensor) -> Tensor:
     """Return the logprob of each token given the tokens before it.
 
     Args:
-        logits: [b, t, v], the output of a causal model, in which position i predicts token i + 1.
+        logits: [b, t, v] for a vocabulary of v tokens, the output of a causal model. Position i
+            predicts token i + 1.
         ids: int64 [b, t], the tokens.
 
     Returns:
@@ -65,8 +66,8 @@ def apply_sampling_mask(logits: Tensor, mask_ids: Tensor, mask_lengths: Tensor) 
     Args:
         logits: [b, t, v], as in ``token_logprobs``.
         mask_ids: int64 [b, m], padded with -1, from ``sglrl.rollouts.stack``.
-        mask_lengths: int64 [b, t], also from ``stack``. If it is 0 for a token, the logits of the
-            token do not change.
+        mask_lengths: int64 [b, t], the number of ``mask_ids`` of each token, also from ``stack``.
+            If a token has none, its logits do not change.
 
     Raises:
         UsageError: shapes are wrong, or ids and lengths do not belong together.
@@ -145,8 +146,8 @@ def policy_loss(
             policy sampled the tokens, so pass the ``logprobs`` of the trajectories.
         advantages: [b], equal for all tokens of a trajectory (GRPO), or [b, t].
         mask: bool [b, t], the tokens that count. Pass ``loss_mask``.
-        clip: how far the ratio may be below and above 1. The upper bound is larger, so that
-            unlikely tokens can become likely (DAPO, arXiv:2503.14476). None: no clip.
+        clip: how far the ratio may be below and above 1. By default, the upper bound is larger, so
+            that unlikely tokens can become likely (DAPO, arXiv:2503.14476). None: no clip.
         behavior: [b, t], the logprobs of the policies that sampled. Pass them if ``old_logprobs``
             are of another policy, which is closer to the trained policy. Each token is then
             weighted by old / behavior, as in the decoupled loss of AReaL (arXiv:2505.24298).
