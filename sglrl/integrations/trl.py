@@ -165,7 +165,7 @@ class SGLangRollouts:
         if accelerator.num_processes > 1:
             from accelerate.utils import broadcast_object_list
 
-            # The main process decides, because all processes gather the shards together.
+            # The main process decides for all processes, which must gather the shards together.
             broadcast_object_list(current)
         if current == self._sent and not trainer.model.training:
             return

@@ -1,8 +1,7 @@
 """Send the queries of all callers to the engine, and the results back to the callers.
 
 Queries made in one tick of an event loop are submitted together, and their results are returned
-together. Equal queries that wait at the same time share one request to the
-engine.
+together. Equal queries that wait at the same time share one request to the engine.
 """
 
 from __future__ import annotations

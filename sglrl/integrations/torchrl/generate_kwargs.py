@@ -40,8 +40,9 @@ _INSTEAD: Final = {
 }
 """The unsupported arguments, each with its replacement or the reason."""
 _WITHOUT_EFFECT: Final = (
-    # These arguments change no result: completions decode their text on access, SGLang's tokenizers
-    # ignore spaces_between_special_tokens, and the others concern the output of progress.
+    # These arguments do not change the sampled tokens. Completions decode their text on access, and
+    # SGLang's tokenizers ignore spaces_between_special_tokens. The others concern streaming, the
+    # text of each token beside its logprob (which no result has), and progress bars.
     "detokenize",
     "spaces_between_special_tokens",
     "stream_interval",

@@ -132,7 +132,7 @@ class SGLangCollectiveTransport:
         return self._client is not None and self._client.flush_cache()
 
     def check_connection(self) -> bool:
-        """Return whether ``init_all_workers_group`` was called."""
+        """Return whether ``init_all_workers_group`` was called, and ``shutdown`` was not."""
         return self._client is not None
 
     def shutdown(self) -> None:

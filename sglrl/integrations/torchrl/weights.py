@@ -162,7 +162,7 @@ class SGLangWeightSyncScheme(WeightSyncScheme):  # type: ignore[misc]
 
         Returns:
             The receiver. None if there is neither ``engine`` nor ``remote_addr``, because the
-            replicas then receive updates themselves.
+            sender then sends updates directly to the replicas.
         """
         if engine is None and self.remote_addr is None:
             return None

@@ -277,7 +277,7 @@ class SGLangWrapper(LLMWrapperBase):  # type: ignore[misc]
         size = (*shape, self.num_samples) if self.num_samples else tuple(shape)
         out = make_rows(samples, keys, self.pad_output, self.padding_value, device, size)
         if tensordict_out is None:
-            # Logits of different lengths need a lazy stack. The input may be another tensordict.
+            # Logits of different lengths need a lazy stack, which the input may not be.
             if self.inplace is False or logits_only:
                 return out
             tensordict_out = tensordict if self.inplace is True else tensordict.empty()
