@@ -1,7 +1,7 @@
 """Read the arguments of tool calls in which texts have no quotes.
 
-Some chat templates write an argument that is a text without quotes, and any other value as JSON. So
-the argument ``5`` may be a number or a text. The schema of the argument decides.
+Some chat templates write a text argument without quotes, and any other argument as JSON. So the
+argument ``5`` may be a number or a text. The schema of the argument decides.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def read_argument(text: str, schema: Any, root: Any, python: bool = False) -> An
     text itself, the text without white space around it, and the decoded JSON if it is a text. For
     example, ``5`` is a text for ``anyOf: [string, null]``, and a number for ``anyOf: [string,
     integer]``. If none is valid, the types that the schema allows decide whether the result is the
-    text.
+    text or the decoded JSON.
 
     Args:
         text: the text that the model has written.

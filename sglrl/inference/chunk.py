@@ -117,8 +117,8 @@ class StreamText:
             return whole[self._emitted :]
         before = self._decode(self._ids[self._prefix : self._read], self._skip)
         whole = self._decode(self._ids[self._prefix :], self._skip)
-        # Some decoders drop the space before the first word that they decode. So the window must
-        # begin with earlier words: move it only when new text appears.
+        # Some decoders drop the space before the first word that they decode. So decode from an
+        # earlier token (``_prefix``), and move this position only when new text appears.
         if len(whole) > len(before) and not whole.endswith("\ufffd"):
             self._pending += whole[len(before) :]
             self._prefix, self._read = self._read, len(self._ids)

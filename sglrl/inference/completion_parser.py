@@ -26,8 +26,8 @@ class CompletionParser:
     Args:
         renderers: the renderer of each prompt, or None for a prompt without one.
         tool_choice: the tool choice of the call.
-        asked: whether the options of the call require messages. If False, completions are parsed
-            only if ``prepare`` has added a grammar for whole turns.
+        asked: whether the options of the call require parsed messages. If False, completions are
+            parsed only if ``prepare`` has added a grammar for whole turns.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class CompletionParser:
     async def prepare(
         self, samplings: SamplingCache, prepared: Prepared, prompts: Sequence[bytes]
     ) -> Prepared:
-        """Return the sampling values with a grammar for whole turns. See ``turn_grammar``."""
+        """Return ``prepared``, with a grammar for whole turns if needed. See ``turn_grammar``."""
         found = self._renderers
         made = await turn_grammar(samplings, prepared, self._tool_choice, found, prompts)
         if made is prepared and not self._asked:
@@ -68,7 +68,7 @@ class EncodedPrompts(NamedTuple):
     Attributes:
         several: whether a list of prompts was given.
         prompts: the token ids of each prompt, int32 bytes.
-        prepared: the sampling values, with a grammar for whole turns.
+        prepared: the sampling values, with a grammar for whole turns if needed.
         parser: the parser of the completions, or None if they are not parsed.
     """
 

@@ -41,7 +41,7 @@ def can_redraw(stream: TextIO | None) -> bool:
     """Return whether a stream is a terminal that can redraw a line.
 
     Return False for files, pipes, None, and terminals without cursor control (``TERM=dumb``, for
-    example in Emacs). Callers print their progress in lines there.
+    example in Emacs). There, callers print each report of progress as a line of its own.
     """
     if stream is None or not stream.isatty():
         return False

@@ -18,7 +18,7 @@ _SHAPE: Final = "a dict of JSON values (None, bool, int, float, str, lists, dict
 def is_processor_name(name: object) -> bool:
     """Return whether ``name`` has the form "module:Class".
 
-    Workers cannot import the module ``__main__``.
+    Return False for a class in ``__main__``, because workers cannot import this module.
     """
     if not isinstance(name, str):
         return False

@@ -141,7 +141,8 @@ def _magnitudes(low: Decimal, high: Decimal | None, open_low: bool, open_high: b
         parts.append(f"{_naturals(whole + 1, None)} {_any_fraction(_DIGITS)}")
         return f"({' | '.join(part for part in parts if part)})"
     last, end = _split(high)
-    # Rounding to a float may make a number equal to an open end, so limit its digits there.
+    # Rounding to a float may make a number equal to an open high end. So if the high end is open,
+    # limit the digits of the numbers.
     spare = _spare(last) if open_high else _DIGITS
     if whole == last:
         fraction = _between(digits, end, open_low, open_high, _spare(last))

@@ -238,8 +238,9 @@ def intersection(first: Chars, second: Chars) -> Chars:
 def class_expression(chars: Chars) -> str:
     """Return the expression of one character of a set. The character has no JSON escape.
 
-    XGrammar (0.2.1) handles a range correctly only if the characters in the range are all
-    combinations of one range for each byte of UTF-8.
+    XGrammar (0.2.1) handles only some ranges correctly: their characters in UTF-8 must be all
+    combinations of a range for the first byte, a range for the second byte, and so on. So other
+    ranges are split.
     """
     ranges = [
         pair

@@ -378,7 +378,7 @@ def fitting_renderer(
     messages: Sequence[Message],
     prompt: Sequence[int],
 ) -> Renderer | None:
-    """Return the renderer of a model if it encodes the messages to the tokens of the prompt.
+    """Return the renderer of a model, or None if it encodes the messages to other tokens.
 
     Args:
         name, template: as for ``find_renderer``.

@@ -290,7 +290,7 @@ class ScoreReply(_WholeReply):
         loras = _spans(chunk.lora_parts, chunk.lora_version, count) if self.lora else ()
         logprobs = ScoreLogprobs(array, _spans(chunk.parts, chunk.version, count), loras)
         if count > 1:
-            # A NaN in the KV cache makes all later positions NaN, so the last one is enough.
+            # A NaN in the KV cache makes all later positions NaN, so check only the last one.
             _check_number(array[-1], chunk.version)
         if not top:
             return logprobs
@@ -322,7 +322,7 @@ class NextTokenReply(_WholeReply):
             raise ProtocolError(
                 f"the worker sent no logprobs of the {self.vocab_size} tokens that there are"
             )
-        # A single NaN logit makes all logprobs NaN, so the first one is enough.
+        # A single NaN logit makes all logprobs NaN, so check only the first one.
         _check_number(logprobs[0], chunk.version)
         return NextTokenLogprobs(
             logprobs,

@@ -409,7 +409,7 @@ class Requests:
     # --- limits -----------------------------------------------------------------------------------
 
     def max_new_tokens(self, prepared: Prepared, prompt_tokens: int) -> int:
-        """Return the token budget left after a prompt of this length.
+        """Return the maximum number of new tokens after a prompt of this length.
 
         Raises:
             InvalidRequest: the prompt is too long, or the requested ``max_new_tokens`` do not fit.

@@ -45,7 +45,7 @@ class Roles:
         self._known: dict[tuple[str, bool], bool] = {}
 
     def check(self, messages: Sequence[Mapping[str, Any]], *, begin: int = 0) -> None:
-        """Check that the template writes messages of all roles.
+        """Check that the template writes messages of every role that ``messages`` have.
 
         Args:
             begin: the number of messages before ``messages`` in the conversation.

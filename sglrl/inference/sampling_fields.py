@@ -264,7 +264,7 @@ class Names:
     Attributes:
         aliases: the keyword arguments of vLLM and OpenAI with the same meaning.
         http: the names of the field in HTTP requests, by dialect (``DIALECTS``). (): the dialect
-            lacks the field. A dialect that is missing has the field under its own name.
+            lacks the field. In a dialect that is missing here, the name is ``Field.name``.
         option: whether commands have an option for the field.
     """
 

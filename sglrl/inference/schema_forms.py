@@ -111,7 +111,7 @@ class Forms:
             values = form.get("enum", [schema["const"]])
             form["enum"] = [one for one in values if same(one, schema["const"])]
         for end, strict in (("minimum", "exclusiveMinimum"), ("maximum", "exclusiveMaximum")):
-            # In draft 4, these keywords are flags of ``minimum`` and ``maximum``.
+            # In draft 4, the exclusive keywords are flags of ``minimum`` and ``maximum``.
             if isinstance(form.get(strict), bool) and form.pop(strict) and end in form:
                 form[strict] = form.pop(end)
         if isinstance(form.get("items"), list):
@@ -184,7 +184,7 @@ class Forms:
 def _harmless(keyword: str, value: Any, form: Form) -> bool:
     """Return whether a keyword can be ignored.
 
-    For ``multipleOf: 1``, this replaces the form's type "number" by "integer".
+    For ``multipleOf: 1``, this function replaces the form's type "number" by "integer".
     """
     types = _OF_TYPE.get(keyword)
     if types and form.get("type") and not set(types) & set(form["type"]):

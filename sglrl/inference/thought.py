@@ -1,7 +1,7 @@
 """Find the texts around the reasoning of a turn, and whether the prompt has opened the reasoning.
 
-These markers are tested with the renderer's own parser. So the grammar for the content begins
-exactly at the token that the renderer reads as the first token of the content.
+These texts, the markers, are tested with the renderer's own parser. So the grammar for the content
+begins exactly at the token that the renderer reads as the first token of the content.
 """
 
 from __future__ import annotations

@@ -221,7 +221,7 @@ class TokenizerBox:
         """Load the tokenizer in a daemon thread, which does not delay the exit of the program.
 
         Args:
-            finish: called in the thread with the error, or None when the tokenizer is loaded.
+            finish: called in the thread with None when the tokenizer is loaded, or with the error.
         """
 
         def load() -> None:

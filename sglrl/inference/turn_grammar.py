@@ -198,7 +198,7 @@ def end_of_call(renderer: Renderer) -> int | None:
     tokens = renderer.added_tokens
     longest_first = sorted(tokens, key=len, reverse=True)
     marks = re.findall("|".join(map(re.escape, longest_first)), call) if tokens else []
-    # The last token must not also separate the arguments, or stand before the last argument.
+    # The last special token must not also separate arguments, or be before the last argument.
     if not marks or marks.count(marks[-1]) > 1 or "2" in call[call.rfind(marks[-1]) :]:
         raise InvalidRequest(
             f"parallel_tool_calls=false is not possible with the renderer {renderer.name!r}: no "
