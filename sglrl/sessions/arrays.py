@@ -221,7 +221,7 @@ def _frozen(ids: NDArray[np.int32], offsets: NDArray[np.int64]) -> SamplingMask:
 
 
 def oldest_of_turns(turns: Iterable[Completion]) -> dict[str, int]:
-    """Return the oldest version of each policy that sampled a token of these turns."""
+    """Return, for each policy, the oldest version that sampled a token of these turns."""
     oldest: dict[str, int] = {}
     for turn in turns:
         lora = turn.lora
@@ -234,7 +234,7 @@ def oldest_of_turns(turns: Iterable[Completion]) -> dict[str, int]:
 
 
 def oldest_of_leaves(leaves: Iterable[Leaf]) -> dict[str, int]:
-    """Return the oldest version of each policy that sampled a token of these conversations."""
+    """Return, for each policy, the oldest version that sampled a token of these conversations."""
     versions: list[dict[str, int]] = []
     for leaf in leaves:
         sampled = leaf.versions[leaf.loss_mask]

@@ -113,7 +113,7 @@ class History:
         given: list[Message] | None,
         observed: Sequence[Observation],
     ) -> tuple[Position, list[Observation]]:
-        """Return the place after the prompt of a turn, and the observations that follow there.
+        """Return the place after the prompt of a turn, and the observations that follow the prompt.
 
         Messages that were observed before the first turn, or after ``go_back``, belong to the
         prompt, because agents often reset their environment after the session was opened. They
@@ -302,7 +302,7 @@ class History:
 def _stripped(messages: Sequence[Message]) -> list[Message]:
     """Return messages without white space around the content of the assistant's messages.
 
-    U+FFFD replaces lone surrogates in these messages, because the history stores them so.
+    Lone surrogates in these messages are replaced by U+FFFD, as in the messages of the history.
     """
     return [
         without_surrogates({**message, "content": (message.get("content") or "").strip()})

@@ -27,8 +27,7 @@ class Dialogue(NamedTuple):
         messages: all messages before this turn, or None if the session did not begin with messages.
         begun: the beginning of this turn's text, if the prompt contains it
             (``continue_final_message``), otherwise "".
-        answer_at: the offset in bytes of this turn's first sampled token in the bytes of all
-            tokens.
+        answer_at: the size in bytes of all tokens before this turn's first sampled token.
     """
 
     messages: list[Message] | None

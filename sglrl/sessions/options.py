@@ -69,7 +69,7 @@ class SessionOptions(RenderOptions, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> SessionOptions:
-        """Return the options that ``SessionKeywords`` give. Other names are sampling parameters.
+        """Return the options in ``SessionKeywords``. Other names are sampling parameters.
 
         Raises:
             InvalidRequest: a sampling parameter is given twice, or ``logprobs`` is not True.

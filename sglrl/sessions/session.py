@@ -172,8 +172,8 @@ class Session:
         """Sample the next turn, with logprobs.
 
         A weight update with ``inflight="abort"`` interrupts a turn. The turn then continues with
-        the new weights from its last token; ``Completion.versions`` states the position. A turn
-        that ``Client.abort`` or ``Client.pause`` interrupts continues in the same way.
+        the new weights after its last token. ``Completion.versions`` has the span of each version.
+        A turn that ``Client.abort`` or ``Client.pause`` interrupts continues in the same way.
 
         Args:
             tool_choice: the tool choice of this turn. None: the tool choice of the session.

@@ -35,8 +35,8 @@ class SessionSpec:
     Args:
         options: the options of ``Client.session``. None: their defaults.
         prompt, messages, input_ids: the prompt. At most one of them may be given. A session without
-            a prompt begins with an observation, or serves conversations over HTTP. Each of these
-            has a ``sibling`` of this spec.
+            a prompt begins with an observation, or serves conversations over HTTP. Each HTTP
+            conversation has its own spec, made by ``sibling``.
 
     Attributes:
         promptless: whether the spec has no prompt.
@@ -44,7 +44,7 @@ class SessionSpec:
         template: the arguments of the chat template.
 
     Raises:
-        InvalidRequest: the prompt is wrong, or an option does not allow it.
+        InvalidRequest: the prompt is wrong, or an option cannot be used with this prompt.
         UnknownAdapter: the adapter is not loaded.
     """
 

@@ -97,7 +97,7 @@ def stack(
     ``lora_versions`` exists if at least one trajectory has ``lora_versions``. ``mask_lengths`` and
     ``mask_ids`` exist if at least one trajectory has a ``sampling_mask``. ``mask_ids``, int64 [n,
     m], has the drawable tokens of all positions of a row, one position after the other. In the
-    padded layout, m is the number of such tokens of the row that has most, and other rows are
+    padded layout, m is the largest number of drawable tokens of any row, and shorter rows are
     padded with -1 on the right. In the jagged layout ``mask_ids`` is a nested tensor.
     ``sglrl.rl.apply_sampling_mask`` accepts both layouts.
 
@@ -118,11 +118,10 @@ def stack(
 
     Args:
         layout: "padded": t is the length of the longest trajectory, or larger (see ``pad_to`` and
-            ``pad_to_multiple_of``). "jagged": per-token keys are
-            nested tensors in torch's jagged layout, without padding. They share their offsets, so
-            that operations can combine them. Only LazyStackStorage, among TorchRL's storages,
-            accepts them. Read its samples with
-            ``get(key, as_nested_tensor=True, layout=torch.jagged)``.
+            ``pad_to_multiple_of``). "jagged": per-token keys are nested tensors in torch's jagged
+            layout, without padding. They share their offsets, so that operations can combine them.
+            Of TorchRL's storages, only LazyStackStorage accepts nested tensors. Read its samples
+            with ``get(key, as_nested_tensor=True, layout=torch.jagged)``.
         pad_token_id: the padding of input_ids.
         pad_to: the value of t, for batches that must all have the same width.
         pad_to_multiple_of: t is rounded up to a multiple of this.

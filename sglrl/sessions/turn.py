@@ -62,7 +62,7 @@ class TrajectoryTiming(NamedTuple):
 
 
 def checked_turns(given: Sequence[Any], sampled: NDArray[np.bool_]) -> tuple[Turn, ...]:
-    """Return the turns of a response with their numbers as Python numbers.
+    """Return the turns of a response with all numeric fields as Python numbers.
 
     Args:
         sampled: bool [r], True where the policy sampled the token.
@@ -90,7 +90,7 @@ def checked_turns(given: Sequence[Any], sampled: NDArray[np.bool_]) -> tuple[Tur
 
 
 def _checked_turn(index: int, turn: Any) -> Turn:
-    """Return the turn with its numbers as Python numbers.
+    """Return the turn with all numeric fields as Python numbers.
 
     Raises:
         UsageError: a field has a wrong type.
