@@ -166,7 +166,7 @@ def too_late(timeout: float | None, error: BaseException | None) -> DeadlineExce
 
 
 def as_failure(error: BaseException) -> Exception:
-    """Convert an agent's exception to an ``Exception``. The run must not have cancelled it."""
+    """Convert the exception of an agent that the run has not cancelled to an ``Exception``."""
     if isinstance(error, asyncio.CancelledError):
         failure = SglrlError("the agent was cancelled by something that it awaited")
     elif isinstance(error, SystemExit):
@@ -211,8 +211,9 @@ def session_of_sample(
 ) -> Session:
     """Return the session of one sample of a run.
 
-    The indices ``item`` and ``sample`` are added to the metadata, unless it has these names. These
-    indices and ``tries``, the number of earlier attempts, select the seeds of the turns.
+    The indices ``item`` and ``sample`` are added to the metadata, unless it has keys with these
+    names. These indices and ``tries``, the number of earlier attempts, select the seeds of the
+    turns.
     """
     session = Session(spec, gate, on_turn, (item, sample, tries))
     session.metadata.setdefault("item", item)

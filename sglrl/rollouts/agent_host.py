@@ -71,7 +71,7 @@ class AgentHost(Protocol):
 
     @property
     def room_for_suspect(self) -> bool:
-        """Whether a process without suspects is free for one (``core/rollout_group.SUSPECT``)."""
+        """Whether a process runs no suspect, so one may begin (``core/rollout_group.SUSPECT``)."""
 
     @property
     def turns_running(self) -> int | None:
@@ -94,7 +94,7 @@ class AgentHost(Protocol):
         """
 
     def oldest_versions(self, sample: Sample) -> Versions:
-        """Return the oldest version of each policy that has sampled a token of a running sample.
+        """Return, for each policy, the oldest version that has sampled a token of the sample.
 
         The result is empty before the first token, or if this process does not know the versions.
         """

@@ -52,7 +52,7 @@ class Settings(NamedTuple):
 class Outcome(msgspec.Struct, array_like=True, frozen=True):
     """The result of one sample, and statistics of turns.
 
-    The statistics cover all turns of all samples that have finished in this process since its
+    The statistics cover every turn, of any sample, that has finished in this process since its
     previous outcome.
 
     Attributes:

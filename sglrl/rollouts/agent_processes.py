@@ -59,7 +59,7 @@ _RESTARTS: Final = 12
 The number is high, because starts are quick and one sample may kill several processes.
 """
 _SUSPECT_DEATHS: Final = 4
-"""The run ends after this number times ``processes + 1`` deaths of processes in a row.
+"""The run ends after ``_SUSPECT_DEATHS * (processes + 1)`` deaths of processes in a row.
 
 Deaths are in a row if no outcome of a sample arrives in between. A single item kills fewer
 processes: see ``core/rollout_group.MAX_LOSSES``.

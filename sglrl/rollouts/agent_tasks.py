@@ -40,7 +40,7 @@ class _Attempt:
 
     Attributes:
         task: the task that runs the agent. None before its first step, so that ``give_up`` does not
-            cancel the task: it would end without a report.
+            cancel the task. A task that is cancelled before its first step ends without a report.
         given_up: the reason why the sample was given up, or "".
     """
 

@@ -93,7 +93,8 @@ class AgentWorker(Actor):
         self._count = [0, 0, 0, 0]
         """Statistics of the turns since the last report to the driver.
 
-        The numbers of turns, bytes of their prompts, cached prompt tokens, and new bytes.
+        The items: the number of turns, the bytes of their prompts, the number of cached prompt
+        tokens, and the bytes of their new tokens.
         """
 
     async def open(self) -> None:

@@ -1,7 +1,8 @@
 """Read a data set item by item, and derive the arguments of a session from an item.
 
-At most one item is read ahead. Only a resumed run first reads all items that the earlier run has
-read. An asynchronous data set is read in a task, so it does not delay samples.
+At most one item is read ahead, except at the start of a resumed run, which first reads all items
+that the earlier run has read. An asynchronous data set is read in a task, so it does not delay
+samples.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ class Items:
             )
 
     def _reject(self, reason: str) -> None:
-        """End the data set without running an item, because it differs from the earlier one."""
+        """Fail without running an item, because this is not the data set of the earlier run."""
         self.error, self._ended = _mismatch(reason), True
         self._next.clear()
 

@@ -65,7 +65,7 @@ class Delivery:
 
     @property
     def unfinished(self) -> set[int]:
-        """The indices of begun items that are not delivered, filtered out or finally dropped."""
+        """The indices of items that have begun, except those delivered, filtered out or dropped."""
         return {*self._plan.unfinished(), *(group.index for group in self._partial)}
 
     # --- called by the runner ---------------------------------------------------------------------

@@ -63,7 +63,7 @@ class FailurePolicy:
         """Count and log an attempt that was too late.
 
         Raises:
-            Exception: ``error`` itself, if all of at least 32 attempts have failed.
+            Exception: ``error`` itself, if 32 attempts have failed and none was successful.
             RolloutFailed: too many of the latest attempts have failed.
         """
         self._log(self._count(error), error, sample)
@@ -75,8 +75,8 @@ class FailurePolicy:
             fatal: whether the failure ends the run.
 
         Raises:
-            Exception: ``error`` itself, if it ends the run, or if all of at least 32 attempts have
-                failed.
+            Exception: ``error`` itself, if it ends the run, or if 32 attempts have failed and none
+                was successful.
             RolloutFailed: too many of the latest attempts have failed.
         """
         kind = self._count(error, fatal=fatal or self._on_error == "raise")

@@ -101,8 +101,9 @@ def rollout(
             closed, its stack is logged, and the run continues or ends without it.
         on_error: the reaction to an exception of the agent. "retry" runs the sample again, at most
             ``retries`` times, and then drops it. "drop" drops it at once. "raise" raises the
-            exception from this iterator. A ``UsageError`` is not retried. In every mode the run
-            raises if its first 32 samples fail, or all samples if there are fewer.
+            exception in a loop over the run, and in ``Rollout.take``. A ``UsageError`` is not
+            retried. In every mode the run raises if its first 32 samples fail, or all samples if
+            there are fewer.
         retries: how often a sample may run again, in total. A group that was given up begins again
             with the samples that have retries left, if these are enough for a group. So no sample
             has more than ``1 + retries`` attempts. Attempts that end because their process is lost

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Runner:
-    """Runs the samples of a plan until the plan is over, an error ends the run, or ``stop``.
+    """Runs a plan's samples until the plan is over, an error ends the run, or ``stop`` is called.
 
     Owns the plan and the objects that use it, the host of the agents, and all tasks of the run.
     """
@@ -56,7 +56,7 @@ class Runner:
         self._main: asyncio.Task[None] | None = None
         self._watch: LoopWatch | None = None
         self._broken: BaseException | None = None
-        """An error from outside the main task that ends the run."""
+        """An error that ends the run and arose outside the main task."""
         self._stopping = False
         """Whether the run is ending for another reason than the end of the data set."""
         self.host: AgentHost

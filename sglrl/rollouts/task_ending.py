@@ -18,11 +18,11 @@ from typing import Any, Final, Protocol, Self
 logger = logging.getLogger("sglrl.rollout")
 
 GRACE_SECONDS: float = 5.0
-"""Time in which a cancelled agent must end."""
+"""Seconds within which a cancelled agent must end."""
 _STEPS: Final = 5
 """The number of steps of the grace period.
 
-While the event loop is blocked, the agent cannot end, so this time counts as at most one step.
+An agent cannot end while the event loop is blocked, so a blocked time counts as at most one step.
 """
 _WITHOUT_AGENT: Final = ("agent_tasks.py", "agent_worker.py", "agent.py", "task_ending.py")
 """The files of this package whose frames come before the agent's frames in a stack."""
@@ -39,7 +39,7 @@ class Owner(Protocol):
         """The name of the task in a log."""
 
     def abandoned(self, reason: str) -> None:
-        """Handle that the run continues without the task, which was cancelled for ``reason``."""
+        """Continue without the task, which was cancelled for ``reason`` and has not ended."""
 
 
 class TaskSet:
