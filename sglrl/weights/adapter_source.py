@@ -32,10 +32,10 @@ class GivenAdapter(NamedTuple):
     """An adapter as a caller gives it.
 
     Attributes:
-        config: the checked configuration. None if the caller gave none.
+        config: the checked configuration. None for tensors that came without a configuration.
         tensors: the tensors of the adapter, or the file that holds them.
-        fields: the caller's configuration. It must select the modules of all tensors. None for a
-            ``PeftModel``, or if the caller gave no configuration.
+        fields: the configuration as the caller or the adapter's folder gives it. It must select
+            the modules of all tensors. None for a ``PeftModel``, or if ``config`` is None.
         base: the parameters of the model that the adapter changes, or None if they are unknown.
     """
 

@@ -67,7 +67,7 @@ class Payload(msgspec.Struct):
 
     @property
     def is_gathered(self) -> bool:
-        """True if the trainer's other ranks take part in gathering. They do so only once."""
+        """True if the trainer's other ranks take part in gathering, which they do only once."""
         distributed = torch.distributed
         several = distributed.is_available() and distributed.is_initialized()
         return (

@@ -1,4 +1,4 @@
-"""Send weights to a worker on the sender's GPU, which reads the sender's buckets with CUDA IPC.
+"""Send weights to a worker on the sender's GPU. The worker reads the buckets with CUDA IPC.
 
 NCCL refuses two ranks on one GPU, and the data is already on that GPU. The sender passes only a
 handle for each bucket, as plain fields in msgpack, through the group's store. The store also

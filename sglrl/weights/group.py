@@ -35,7 +35,7 @@ _QUIET = {
 
 
 def settings(device: torch.device, host: str = "", port: int = 0) -> RankSettings:
-    """Return the settings of this process, to compare with others before a group is formed."""
+    """Return the settings of this process. They are compared before a group is formed."""
     uuid = nccl = ""
     if device.type == "cuda":
         uuid = str(torch.cuda.get_device_properties(device).uuid)

@@ -55,7 +55,7 @@ class Kept:
         self._kept: dict[str, int] = {}
         """The version that each host keeps, by the host's name."""
         self._refusals: set[tuple[int, str]] = set()
-        """The worker and text of each error that was logged as a warning. Each is logged once."""
+        """The worker and text of each error that was logged as a warning. Repetitions are not."""
         self.sizes: dict[int, int] = {}
 
     # --- when -------------------------------------------------------------------------------------

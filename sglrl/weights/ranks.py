@@ -30,10 +30,10 @@ class DriverPort(Protocol):
 class Rank:
     """One process of a worker, from its start until the worker is lost or away.
 
-    A worker is away while its connection is broken and it may return. Its process then has a new
-    ``Rank`` with the same identity. A replacement process has a new ``Rank`` with the same
-    ``member``. Code that waits for a process keeps its ``Rank``, so
-    it never mistakes a later ``Rank`` for the one that it waits for.
+    A worker is away while its connection is broken and the worker may return. Its process then has
+    a new ``Rank`` with the same identity. A replacement process has a new ``Rank`` with the same
+    ``member``. Code that waits for a process keeps the ``Rank`` of that process, so it never
+    mistakes a later ``Rank`` for this one.
 
     Attributes:
         member: the indices of the worker and of the rank.
@@ -157,7 +157,9 @@ class Ranks:
             self._driver.send_to_peer(rank.identity, encode(message))
 
     async def greeted(self, deadline: Deadline) -> list[Rank]:
-        """Wait until a worker is up and all ranks of such workers have said hello, and return them.
+        """Wait until a worker is up, and return the ranks of all workers that are up.
+
+        Also wait until each of these ranks has sent ``RankHello``. Leave out ranks that are lost.
 
         Raises:
             UsageError: the engine has no weights to update.

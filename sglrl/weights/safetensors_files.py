@@ -121,7 +121,7 @@ class Checkpoint(NamedTuple):
 def read_checkpoint(path: Any) -> Checkpoint:
     """Read the headers of the safetensors files in a folder.
 
-    A dtype that weights cannot have keeps the name that it has in the header.
+    If weights cannot have the dtype in a header, the spec has the header's name for this dtype.
 
     A file starts with the length of the header, in eight bytes. The header follows as JSON, then
     the data.

@@ -106,7 +106,7 @@ def named_tensors(weights: Any) -> Named:
 
 
 def _check_no_adapter(module: torch.nn.Module) -> None:
-    """Raise ``InvalidWeights`` for a ``PeftModel``, whose tensors have other names than the model.
+    """Raise ``InvalidWeights`` for a ``PeftModel``, because the engine lacks its tensor names.
 
     A merged model, which ``merge_and_unload`` returns, is not a ``PeftModel`` any more.
     """

@@ -389,8 +389,8 @@ class UpdateRun:
     def _mode(self, member: Member) -> str:
         """Return the mode of one member: "full" or "bucketed".
 
-        Either all ranks of a worker pause, or none of them does. The mode of the sender is
-        "bucketed" if any worker pauses.
+        If a rank has reported "bucketed", all ranks of its worker are "bucketed", and the sender
+        is too.
         """
         modes = {
             self._bodies[rank, PREPARE].mode
