@@ -26,7 +26,7 @@ class Fields(NamedTuple):
     Attributes:
         harmless: for each field, the values besides null that are accepted, or ``ANY``. In fields
             that are not listed, null, false and empty values are accepted.
-        instead: for each field, what to use in its place.
+        instead: for some fields, what to use in their place.
     """
 
     harmless: Mapping[str, Sequence[Any]] = {}

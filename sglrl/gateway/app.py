@@ -309,15 +309,15 @@ class Endpoints:
 
 
 def split_model(model: str, names: Sequence[str]) -> tuple[str, str]:
-    """Split "model:adapter" into the name of the model and the name of the adapter, as SGLang does.
+    """Split "model:adapter" into the names of the model and of the LoRA adapter, as SGLang does.
 
     Args:
         model: the name that the client sent.
         names: the names of the model. They may have colons.
 
     Returns:
-        Both names. If ``model`` is one of ``names``, or does not begin with one of them and a
-        colon, they are ``model`` and "".
+        The two parts of ``model`` if the part before a colon is one of ``names``, and the whole is
+        not. In all other cases, ``model`` and "".
     """
     bases = [name for name in names if model.startswith(name + ":")]
     if model in names or not bases:

@@ -325,8 +325,8 @@ class ChatAnswer(msgspec.Struct, frozen=True):
         request: the body of the request.
         call_ids: a prefix for the ids of tool calls. "": no prefix is needed, because the ids are
             unique within the session.
-        scored: a list with the tokens of the prompt and their logprobs. Empty: the request does not
-            want them.
+        scored: a list with one item: the tokens of the prompt with their logprobs. Empty: the
+            request does not want them.
         tokens_sent: for each choice, the number of tokens whose logprobs a stream has sent.
     """
 

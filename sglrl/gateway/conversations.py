@@ -1,8 +1,8 @@
 """The requests of one agent as a tree of turns.
 
-An agent sends its whole conversation with every request. If the messages begin with those of an
-earlier turn and its answer, the new turn continues exactly the tokens of the earlier turn. If not,
-the new turn begins a new branch.
+An agent sends its whole conversation with every request. If the messages begin with the messages
+and the answer of an earlier turn, the new turn continues exactly the tokens of the earlier turn. If
+not, the new turn begins a new branch.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ class Digest:
             adapter.
 
     Attributes:
-        beginnings: for each message, the digest of the conversation up to this message.
+        beginnings: for each message, the digest of the conversation up to and with this message.
     """
 
     def __init__(self, messages: Sequence[Message], template: Mapping[str, Any]) -> None:

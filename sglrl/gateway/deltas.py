@@ -96,7 +96,7 @@ class Deltas:
         return [(part, text)]
 
     def _switch(self, token: int) -> None:
-        """Choose the part of the text after a special token. None: this text is not passed on."""
+        """Set ``_part`` for the text after a special token. None: this text is not passed on."""
         before, self._part = self._part, None
         if token == self._special.get(_OPENING) and before == "content" and not self.sent:
             self._part = "reasoning_content"

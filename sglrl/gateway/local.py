@@ -82,7 +82,7 @@ class LocalGateway:
 
     @asynccontextmanager
     async def lend(self, session: Session) -> AsyncIterator[None]:
-        """Let HTTP requests use a session while the block runs. Then end all running turns."""
+        """Let HTTP requests use a session while the block runs. Then end its running turns."""
         opened = self.registry.add(session)
         session.address = f"{self.url}/sessions/{opened.id}/v1", opened.key
         try:

@@ -22,7 +22,7 @@ _T = TypeVar("_T")
 
 
 class Arrivals(Generic[_T]):
-    """A queue to which callbacks add items. One coroutine iterates over the items until its end."""
+    """A queue to which callbacks add items. One coroutine iterates over the items until ``end``."""
 
     def __init__(self) -> None:
         self._items: list[_T] = []

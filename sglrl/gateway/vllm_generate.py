@@ -151,8 +151,8 @@ class TokensAnswer(msgspec.Struct, frozen=True, kw_only=True):
         created: the time of the answer, in seconds since 1970.
         model: the name of the model.
         request, sampling: the body of the request, and its ``sampling_params``.
-        scored: a list with the tokens of the prompt and their logprobs. Empty: the request does not
-            want them.
+        scored: a list with one item: the tokens of the prompt with their logprobs. Empty: the
+            request does not want them.
     """
 
     id: str
