@@ -27,7 +27,7 @@ async def http(note: Note, *, load: LoadPlan) -> dict[str, Any]:
 
 
 class _Echo:
-    """The actor of Ray and Monarch, which returns its first argument."""
+    """The actor for Ray and for Monarch. It returns its first argument and ``LOGPROBS``."""
 
     def generate(
         self, input_ids: list[int], max_new_tokens: int, logprobs: bool

@@ -60,9 +60,10 @@ class Answer(NamedTuple):
 
 @dataclass
 class Strike:
-    """One fault that happened. Times are in seconds after ``at``, the time after the signal.
+    """One fault that happened.
 
     Attributes:
+        at: the time right after the signal. The other times are in seconds after it.
         held: number of calls that the worker held.
         waits: for each stream that the worker held, the time until the first token from another
             worker.

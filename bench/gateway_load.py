@@ -71,7 +71,7 @@ async def _stream(
 async def _conversation(
     http: aiohttp.ClientSession, options: Mapping[str, Any], draw: random.Random
 ) -> tuple[float, float, int]:
-    """Run the turns of an open session. Return the same figures as ``_stream``, the first as 0."""
+    """Run the turns of an open session. Return figures as ``_stream`` does, with 0 as the first."""
     began, tokens, url = time.perf_counter(), 0, options["sessions"].pop()
     messages: list[Any] = []
     for _ in range(options["turns"]):

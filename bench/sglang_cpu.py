@@ -38,7 +38,7 @@ def prepare(*accelerations: str) -> None:
 
 
 def cpu_arguments() -> dict[str, Any]:
-    """Return the ``ServerArgs`` that a CPU needs. Our worker, if alone, sets the same."""
+    """Return the ``ServerArgs`` that a CPU needs. The only worker on a host has the same."""
     from sglrl_workers.engine.sglang import cpu
 
     arguments: dict[str, Any] = cpu.engine_arguments(1.0)

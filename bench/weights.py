@@ -25,7 +25,7 @@ ModeName = StrEnum("ModeName", {name: name for name in MODES})  # type: ignore[m
 _WAYS = ("one request", "flattened 512 MB", "per parameter")
 _ENV = {"NCCL_CUMEM_ENABLE": "0"}
 _TORCHRL = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1", **_ENV}
-"""The settings that TorchRL's weight-sync scheme makes on both sides."""
+"""The environment variables that TorchRL's weight-sync scheme sets on both sides."""
 _TARGETS_MS = {"0.6b": 12, "8b": 60, "32b": 240}
 """Milliseconds allowed for an update while decoding."""
 _BARE = "bare broadcast"
