@@ -41,8 +41,8 @@ class CompletionParser:
         self, samplings: SamplingCache, prepared: Prepared, prompts: Sequence[bytes]
     ) -> Prepared:
         """Return ``prepared``, with a grammar for whole turns if needed. See ``turn_grammar``."""
-        found = self._renderers
-        made = await turn_grammar(samplings, prepared, self._tool_choice, found, prompts)
+        renderers = self._renderers
+        made = await turn_grammar(samplings, prepared, self._tool_choice, renderers, prompts)
         if made is prepared and not self._asked:
             self._renderers = ()
         return made
