@@ -135,7 +135,7 @@ class ForkServer:
                 return subprocess.Popen(
                     [
                         self.python,
-                        # The files and names of the system are UTF-8, even if the locale is not.
+                        # Read and write UTF-8 in files and file names, whatever the locale is.
                         "-X",
                         "utf8",
                         "-m",
@@ -285,7 +285,7 @@ class ForkConnection(asyncio.Protocol):
         self._buffer = bytearray()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
-        # At interpreter exit this is not needed, because the fork server is shut down.
+        # The finalizer does not run at interpreter exit, where the fork server is shut down.
         weakref.finalize(self, _hang_up, self._socket, os.getpid()).atexit = False
         self._transport: asyncio.WriteTransport | None = None
         self._keys: set[int] = set()
@@ -353,7 +353,7 @@ class ForkConnection(asyncio.Protocol):
         return self._transport is not None and not self._transport.is_closing()
 
     def fork(self, key: int, body: bytes) -> None:
-        """Send an encoded ``Fork`` message. If the server is lost, report the process as killed."""
+        """Send an encoded ``Fork`` message. If the server is lost, report the worker as killed."""
         if not self.alive:
             asyncio.get_running_loop().call_soon(self._on_exited, key, -9)
             return
@@ -378,7 +378,7 @@ class ForkConnection(asyncio.Protocol):
     def _ask(self, detector: HangDetector) -> None:
         if not self.alive:
             return
-        # The detector watches workers that hold calls. Here, one unanswered ping is the only call.
+        # To the detector, which watches workers with calls, the server is worker 0 with one call.
         if detector.check({0: 1}, time.monotonic()):
             logger.error("%s; its workers end with it", _silent())
             # The exit of the server also ends this connection.

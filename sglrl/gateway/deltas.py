@@ -18,7 +18,7 @@ _OPENING, _CLOSING = "<think>", "</think>"
 
 
 class Deltas:
-    """The text of a turn as it arrives, by the parts of the message.
+    """Splits the text of a turn, as it arrives, into the parts of the message.
 
     Text is passed on only if no later token can change it:
 
@@ -67,8 +67,8 @@ class Deltas:
                 begin = at + 1
                 self._switch(token)
         if chunk.finish in ("", "abort"):
-            # A session continues an aborted turn, so these are not its last tokens. ``Answer.end``
-            # sends the last tokens of a turn.
+            # The turn goes on: a session continues an aborted turn, too. ``Answer.end`` sends the
+            # last tokens of a turn.
             new += self._text(chunk, begin, len(ids))
         return new
 

@@ -15,8 +15,8 @@ MAX_HEAD_BYTES: Final = 64 << 10
 class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
     """Closes a connection if the head of a request takes too long or is too large.
 
-    ``read_body`` limits the time of a body that a handler reads. This class limits the time of a
-    body that no handler reads.
+    This class also limits the time in which a body must arrive that no handler reads. If a handler
+    reads the body, ``read_body`` limits the time.
 
     Args:
         seconds: time limit for the head of a request. It counts from the start of the connection

@@ -1,7 +1,7 @@
-"""The grammar of an assistant's turn: its reasoning, then tool calls or the given grammar.
+"""The grammar of an assistant's whole turn: reasoning, then tool calls or the caller's grammar.
 
-The reasoning is free text. In all APIs, the grammar that a caller gives begins at the token that
-the renderer reads as the first token of the content.
+The reasoning is free text. In all APIs, the caller's grammar applies only to the content, which
+follows the reasoning. The content begins at the token at which the renderer's parser begins it.
 
 With ``parallel_tool_calls=False``, the token that ends the first tool call is a stop token. So the
 turn ends there, and no sampled token is changed or removed.
@@ -37,9 +37,9 @@ async def turn_grammar(
     """Return sampling values with a grammar for whole turns.
 
     * The reasoning of the turns is free text.
-    * If ``choice`` is not "auto", the turns consist of reasoning and tool calls. A model whose
-      format has reasoning then always reasons. With a given grammar, the model decides whether
-      it reasons.
+    * If ``choice`` is not "auto", the turns consist of reasoning and tool calls. In this case a
+      model always reasons if its format has reasoning. With a caller's grammar, the model decides
+      whether it reasons.
     * In a conversation with tools, a ``json_schema`` allows either the JSON or tool calls.
     * A ``regex``, ``ebnf`` or ``structural_tag`` that contains a token of the model's format for
       reasoning or calls is used unchanged, because it describes a whole turn.
@@ -49,8 +49,8 @@ async def turn_grammar(
         prompts: the prompts of the same conversations, int32 bytes.
 
     Raises:
-        InvalidRequest: the grammar cannot be combined with ``choice``, with the format of the
-            model's calls, or with all of the prompts.
+        InvalidRequest: the grammar cannot be combined with ``choice`` or with the format of the
+            model's calls, or the prompts need different grammars.
     """
     params = prepared.params
     if choice == "auto" and not params.grammars:
@@ -187,7 +187,7 @@ def end_of_call(renderer: Renderer) -> int | None:
     """Return the token that ends a call, or None if a turn has at most one call.
 
     Raises:
-        InvalidRequest: the format has no token that only ends calls.
+        InvalidRequest: the format has no token whose only use is to end a call.
     """
     one, two = renderer.example(1), renderer.example(2)
     if one is None or two is None or two.count("add") < 2:

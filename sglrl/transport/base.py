@@ -8,8 +8,11 @@ from typing import Final, Protocol
 import msgspec
 
 MAX_UNREAD: Final = 1 << 16
-"""Maximum number of messages to one peer that wait in the driver's socket. The driver limits a
-worker's window, so that a worker that reads its messages, even late, never reaches this number."""
+"""Maximum number of messages to one peer that wait in the driver's socket.
+
+The driver limits the number of unfinished calls of each worker. Only for a worker that no longer
+reads can so many messages wait.
+"""
 
 Frame = bytes | bytearray | memoryview
 OnDriverMessage = Callable[[bytes, list[Frame]], None]
@@ -54,8 +57,8 @@ class DriverTransport(Protocol):
             on_pause: is called after the last message of a batch, so that the receiver can act once
                 for the whole batch.
             on_break: is called on the event loop when a connection was closed or broke. The
-                transport cannot tell which connection. ``send`` to the peer of this connection
-                returns False at once or very soon.
+                transport cannot tell which connection. From now on, or from very soon after,
+                ``send`` returns False for the peer of this connection.
         """
         ...
 

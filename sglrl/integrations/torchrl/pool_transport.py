@@ -147,7 +147,7 @@ def check_pause(mode: PauseMode | None, flush_cache_on_update: bool | None) -> N
 
     Raises:
         ValueError: ``mode`` is not a pause mode, or ``flush_cache_on_update`` is True and
-            TorchRL's transport cannot flush in this mode.
+            ``mode`` is neither None nor "abort". In other modes requests keep their KV cache.
     """
     if mode is not None and mode not in INFLIGHT:
         raise ValueError(f"pause_mode must be one of {set(INFLIGHT)}, got {mode!r}")

@@ -6,12 +6,12 @@
   "length", so a trainer that masks truncated answers masks this answer, too.
 * SGLang runs an aborted request for one more step. If the token of this step ends the output, this
   patch reports the output as complete, not as aborted. Without this change, a caller that continues
-  aborted outputs (a session's turn) would continue after the end.
+  aborted outputs, as sessions do, would continue after the end.
 * ``ignore_eos`` concerns only the model's own end of sequence. SGLang also ignores the request's
   ``stop_token_ids``.
 * ``min_new_tokens`` holds for every kind of end. SGLang only keeps the sampler from drawing end
-  tokens before the minimum. With this patch, a stop string or a stop expression also counts only if
-  its match ends after the minimum. The match may begin earlier. vLLM does the same.
+  tokens before the minimum. With this patch, a match of a stop string or a stop expression counts
+  only if it ends after the minimum. It may begin earlier. vLLM does the same.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def install(setup: Setup) -> None:
     Req._check_str_based_finish = _check_str_based_finish
 
 
-# Because of ``wraps``, ``inspect.getsource`` returns SGLang's source for these methods.
+# With ``wraps``, the methods below have the names and the docstrings of SGLang's methods.
 
 
 @wraps(_update)
