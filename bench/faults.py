@@ -197,8 +197,8 @@ def _recovery(strikes: list[Strike]) -> dict[str, dict[str, Any]]:
     "first_ms" is the time until the first of the worker's streams continued. "stream_ms" has the
     times until each of its streams continued. "back_ms" is the time until the replacement was
     ready. The kind "kill alone" has the kills after which no call could move to a stopped worker.
-    The kind "kill by itself" has the kills of "kill alone" during which no other worker was being
-    replaced.
+    The kind "kill by itself" leaves out the kills of "kill alone" that happened while another
+    worker was being replaced.
     """
     away = [strike for strike in strikes if strike.kind in FATAL]
     kinds = {kind: [s for s in away if s.kind == kind] for kind in FATAL}

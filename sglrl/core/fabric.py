@@ -451,7 +451,7 @@ class Fabric:
         if self._woken:
             # Calls of unblocked clients may wait for members that already had room.
             self._woken = False
-            for other in self.members.values():
+            for other in self.members.values() if self.loads.with_room else ():
                 if other.has_room:
                     for call, chosen in self.queue.assign(other):
                         self._dispatch(call, chosen, now)

@@ -175,7 +175,7 @@ class RemoteDriver(Driver):
         if route is not None:
             session = route.session
             if route.sticky and session is None:
-                # By this number, the pool finds the worker of the conversation's previous turn.
+                # The pool uses this number to find the worker of the conversation's previous turn.
                 if route.number < 0:
                     self._conversations += 1
                     route.number = self._conversations

@@ -37,7 +37,7 @@ class SenderGroup:
         self.source, self._ranks = source, frozenset(ranks)
 
     def dissolve(self) -> None:
-        """Record that there is no current group any more."""
+        """Forget the current group."""
         self.source, self._ranks = None, frozenset()
 
     def forget(self, source: Source) -> None:

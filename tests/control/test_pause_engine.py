@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import pytest_asyncio
-from engine.policies import PROMPTS, Lab, Policies, until_idle, until_running
+from engine.policies import PROMPTS, Lab, lab_of_four, until_idle, until_running
 from readme import DOCS, example
 
 import sglrl
@@ -32,16 +32,8 @@ SHORT: dict[str, Any] = {**ENDLESS, "max_new_tokens": 20}
     scope="module", loop_scope="session", params=[False, True], ids=["normal", "overlap"]
 )
 async def lab(request: pytest.FixtureRequest, models: Path) -> AsyncIterator[Lab]:
-    """One worker that runs four requests at a time, so that the fifth waits in the engine."""
-    policies = Policies(models / "policies")
-    async with sglrl.launch(
-        policies[0].folder,
-        device="cpu",
-        max_running_requests=4,
-        weight_device="cpu",
-        disable_overlap_schedule=not request.param,
-    ) as client:
-        yield Lab(client, policies)
+    async with lab_of_four(models, overlap=request.param) as lab:
+        yield lab
 
 
 @pytest_asyncio.fixture(autouse=True, loop_scope="session")

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -271,6 +272,24 @@ def phase_held(
 
     monkeypatch.setattr(UpdateRun, "_ask", observed)
     return event, release
+
+
+@asynccontextmanager
+async def lab_of_four(models: Path, *, overlap: bool) -> AsyncIterator[Lab]:
+    """Launch one worker that runs four requests at a time, so that a fifth waits in the engine.
+
+    Args:
+        overlap: use SGLang's overlapping loop.
+    """
+    policies = Policies(models / "policies")
+    async with sglrl.launch(
+        policies[0].folder,
+        device="cpu",
+        max_running_requests=4,
+        weight_device="cpu",
+        disable_overlap_schedule=not overlap,
+    ) as client:
+        yield Lab(client, policies)
 
 
 async def until_running(client: sglrl.Client, count: int) -> None:

@@ -20,8 +20,8 @@ import pytest_asyncio
 from engine.policies import (
     PROMPTS,
     Lab,
-    Policies,
     collect,
+    lab_of_four,
     until_draining,
     until_idle,
     until_running,
@@ -41,16 +41,8 @@ GREEDY: dict[str, Any] = {"temperature": 0, "top_logprobs": 3}
     scope="module", loop_scope="session", params=[False, True], ids=["normal", "overlap"]
 )
 async def lab(request: pytest.FixtureRequest, models: Path) -> AsyncIterator[Lab]:
-    """One worker that runs four requests at a time, so that the fifth waits in the engine."""
-    policies = Policies(models / "policies")
-    async with sglrl.launch(
-        policies[0].folder,
-        device="cpu",
-        max_running_requests=4,
-        weight_device="cpu",
-        disable_overlap_schedule=not request.param,
-    ) as client:
-        yield Lab(client, policies)
+    async with lab_of_four(models, overlap=request.param) as lab:
+        yield lab
 
 
 # --- what happens to requests that are running ----------------------------------------------------

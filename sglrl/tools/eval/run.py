@@ -151,7 +151,7 @@ class _Run:
                 self._client: Client = await stack.enter_async_context(client)
                 # Load the tokenizer here, so that its loading does not count as sampling.
                 await asyncio.to_thread(lambda: client.tokenizer)
-            # By default, a worker's window is twice the number of calls that its engine runs.
+            # A worker's default window is twice the number of calls that its engine runs.
             at_once = sum(worker.window for worker in client.workers) // 2
             self._room = asyncio.Semaphore(s.concurrency or max(1, at_once))
             self._begun = time.perf_counter()
