@@ -34,11 +34,16 @@ def until_warned(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def test_an_agent_that_blocks(client: sglrl.Client, caplog: pytest.LogCaptureFixture) -> None:
+    warned = asyncio.Event()
+
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
         await session.generate(max_new_tokens=2)
         if item["id"] == 3:
             until_warned(caplog)
+            warned.set()
         if item["id"] == 9:
+            # Turns end in any order, and only the first call that blocks is logged.
+            await warned.wait()
             time.sleep(0.5)  # noqa: ASYNC251
         return 1.0
 
