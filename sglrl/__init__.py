@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from .launching.blocking import BlockingClient, BlockingSession, blocking
     from .launching.blocking_rollout import BlockingRollout
     from .launching.launch import launch
+    from .launching.local_models import local_model
     from .launching.running import run
     from .launching.tiny_model import tiny_model
     from .remote.client import connect
@@ -152,6 +153,7 @@ _HOME = {
     "connect": "remote.client",
     "endpoint": "actors.actor",
     "launch": "launching.launch",
+    "local_model": "launching.local_models",
     "rollout": "rollouts.run",
     "run": "launching.running",
     "serve": "gateway.serve",
@@ -228,6 +230,7 @@ __all__ = [
     "connect",
     "endpoint",
     "launch",
+    "local_model",
     "rollout",
     "run",
     "serve",

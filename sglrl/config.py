@@ -17,6 +17,10 @@ from msgspec.structs import force_setattr
 
 from .errors import UsageError
 
+LOCAL_MODELS: Final = ("tiny", "smollm2")
+"""Names of models that sglrl makes, so that they need no hub."""
+MAKE_SECONDS: Final = 1800.0
+"""Maximum seconds in which another process makes such a model, which may include a download."""
 ROUTING_STRATEGIES = ("prefix-aware", "requests", "kv-cache", "round-robin")
 
 

@@ -14,6 +14,7 @@ from typing import Final
 
 import msgspec
 
+from ..config import LOCAL_MODELS, MAKE_SECONDS
 from ..driver.fork_server import ForkConnection, ForkServer, fork_server, import_variables
 from ..errors import SglrlError, WorkerStartError
 from ..transport.system_limits import no_file
@@ -23,8 +24,6 @@ from ..wire.processes import Dump, EngineSpec, Exited, Fork, Forked, Kill
 
 _START_SECONDS: Final = 600.0
 """Maximum seconds in which the fork server imports its modules."""
-_TINY_SECONDS: Final = 120.0
-"""Maximum seconds in which a host makes the model "tiny"."""
 _STACKS_SECONDS: Final = 0.5
 """Seconds in which a worker writes its stacks."""
 _MAX_OUTPUT: Final = 32_768
@@ -115,9 +114,10 @@ class NodePool:
         assert self._connection is not None
         body = request.spec.body
         if isinstance(body, EngineSpec):
-            if body.model == "tiny" and body.engine != "fake":
+            if body.model in LOCAL_MODELS and body.engine != "fake":
                 try:
-                    body = msgspec.structs.replace(body, model=await _tiny_model())
+                    folder = await _local_model(body.model)
+                    body = msgspec.structs.replace(body, model=folder)
                 except SglrlError as error:
                     self._refuse(request.key, error.message)
                     return
@@ -178,33 +178,34 @@ class NodePool:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-async def _tiny_model() -> str:
-    """Return the folder of the model "tiny". If the host lacks it, another process makes it.
+async def _local_model(model: str) -> str:
+    """Return the folder of a model of ``LOCAL_MODELS``. Another process makes it if needed.
 
     Raises:
         WorkerStartError: this host cannot make the model.
     """
     made = await asyncio.create_subprocess_exec(
         sys.executable,
-        "-c",
-        "import sglrl; print(sglrl.tiny_model())",
+        "-m",
+        "sglrl.launching.local_models",
+        model,
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
     try:
-        async with asyncio.timeout(_TINY_SECONDS):
+        async with asyncio.timeout(MAKE_SECONDS):
             output, errors = await made.communicate()
     except TimeoutError:
         raise WorkerStartError(
-            f"this host did not make the model 'tiny' within {_TINY_SECONDS:g} s"
+            f"this host did not make the model {model!r} within {MAKE_SECONDS:g} s"
         ) from None
     finally:
         if made.returncode is None:
             made.kill()
     if made.returncode:
         *_, last = ["no reason given", *errors.decode(errors="replace").strip().splitlines()]
-        raise WorkerStartError(f"this host could not make the model 'tiny': {last}")
+        raise WorkerStartError(f"this host could not make the model {model!r}: {last}")
     return output.decode().strip().splitlines()[-1]
 
 

@@ -23,8 +23,8 @@ def explanation(model: str, error: BaseException) -> str:
             f"{model!r} could not be fetched from the hub:",
             *(f"  {name}: {line}" for line, name in said.items()),
             "Check its name and the network (a proxy is HTTPS_PROXY, a gated model needs "
-            "HF_TOKEN), or give launch a folder that holds the model. The random model 'tiny' "
-            "needs no download.",
+            "HF_TOKEN), or give launch a folder that holds the model. The models 'tiny' and "
+            "'smollm2' need no hub.",
         ]
     )
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-from pathlib import Path
 
 import msgspec
 
-from ..config import install
+from ..config import MAKE_SECONDS, install
 from ..errors import UsageError
 from ..transport.system_limits import reason
 from ..version import __version__
@@ -61,20 +60,26 @@ def examine(python: str, *, needs_sglang: bool) -> Environment:
     return environment
 
 
-def make_tiny_model(python: str) -> Path:
-    """Make the model "tiny" with an interpreter that has torch and transformers.
+def make_local_model(python: str, model: str) -> str:
+    """Make a model with an interpreter that has torch and transformers, and return its folder.
+
+    Args:
+        python: the path of the interpreter.
+        model: one of ``LOCAL_MODELS``.
 
     Raises:
         UsageError: the interpreter could not make the model.
     """
-    done = _run(python, "-c", "import sglrl; print(sglrl.tiny_model())")
+    done = _run(python, "-m", "sglrl.launching.local_models", model, seconds=MAKE_SECONDS)
     if done.returncode:
         *_, last = ["no reason given", *done.stderr.strip().splitlines()]
-        raise UsageError(f"python={python!r} could not make the model 'tiny': {last}")
-    return Path(done.stdout.strip().splitlines()[-1])
+        raise UsageError(f"python={python!r} could not make the model {model!r}: {last}")
+    return done.stdout.strip().splitlines()[-1]
 
 
-def _run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def _run(
+    python: str, *arguments: str, seconds: float = _SECONDS
+) -> subprocess.CompletedProcess[str]:
     try:
         return subprocess.run(
             [python, *arguments],
@@ -84,9 +89,9 @@ def _run(python: str, *arguments: str) -> subprocess.CompletedProcess[str]:
             # In the current folder, a file could hide an installed package of the same name.
             cwd="/",
             stdin=subprocess.DEVNULL,
-            timeout=_SECONDS,
+            timeout=seconds,
         )
     except subprocess.TimeoutExpired:
-        raise UsageError(f"python={python!r} did not end within {_SECONDS:g} s") from None
+        raise UsageError(f"python={python!r} did not end within {seconds:g} s") from None
     except OSError as error:
         raise UsageError(f"python={python!r} cannot be run: {reason(error)}") from None

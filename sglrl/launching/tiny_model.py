@@ -8,15 +8,11 @@ real. The model is made once and kept in the cache folder (about 2 MB).
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
-from ..config import cache_dir
-from ..errors import UsageError
+from .model_cache import made_once
 
 RECIPE = 3
 """Version of the model recipe. Increase it with every change to the model or the tokenizer, so that
@@ -180,24 +176,5 @@ def tiny_model(**options: Any) -> Path:
         UsageError: the cache folder cannot be written.
     """
     values = (f"{name}={quote(str(options[name]), safe='')}" for name in sorted(options))
-    folder = cache_dir() / "-".join(["tiny", str(RECIPE), *values])
-    if folder.is_dir():
-        return folder
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=folder.parent))
-    except OSError as error:
-        raise UsageError(
-            f"{folder.parent} cannot be written ({error.strerror}); set SGLRL_CACHE to a folder "
-            "for models that are made here"
-        ) from None
-    try:
-        make_model(scratch, **options)
-        os.replace(scratch, folder)
-    except OSError:
-        # Another process may have made the same model meanwhile.
-        if not folder.is_dir():
-            raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return folder
+    name = "-".join(["tiny", str(RECIPE), *values])
+    return made_once(name, lambda folder: make_model(folder, **options))

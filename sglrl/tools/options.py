@@ -19,7 +19,10 @@ Engine = Annotated[
 TpSize = Annotated[int, typer.Option(min=1, help="GPUs per copy of the model.")]
 Model = Annotated[
     str,
-    typer.Argument(help="A folder or a name on the Hugging Face hub; 'tiny': a random model."),
+    typer.Argument(
+        help="A folder, a name on the Hugging Face hub, 'tiny' (random weights) or 'smollm2' "
+        "(SmolLM2-135M-Instruct)."
+    ),
 ]
 Set = Annotated[
     list[str] | None,

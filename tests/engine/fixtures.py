@@ -39,3 +39,9 @@ async def client(qwen: Path) -> AsyncIterator[sglrl.Client]:
         qwen, device="cpu", constrained_json_disable_any_whitespace=True
     ) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> str:
+    """Return the folder of a small model that answers in English."""
+    return sglrl.local_model("smollm2")

@@ -60,7 +60,7 @@ def test_one_error_before_workers_start(name: str, what: str, qwen: Path) -> Non
     assert first == f"{NAME!r} could not be fetched from the hub:"
     assert re.search(says, causes[0])
     assert advice.startswith("Check its name and the network")
-    assert advice.endswith("The random model 'tiny' needs no download.")
+    assert advice.endswith("The models 'tiny' and 'smollm2' need no hub.")
     assert servers == "fork servers: 0"
     assert program.stderr == ""
 
