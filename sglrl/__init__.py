@@ -74,6 +74,7 @@ if TYPE_CHECKING:
     from .launching.running import run
     from .launching.tiny_model import tiny_model
     from .remote.client import connect
+    from .rollouts.evaluation import Evaluation, evaluate
     from .rollouts.group import Group
     from .rollouts.metrics import RolloutMetrics
     from .rollouts.run import Rollout, rollout
@@ -99,6 +100,7 @@ _HOME = {
     "EngineError": "errors",
     "EngineInfo": "wire.engine",
     "EngineStats": "wire.engine",
+    "Evaluation": "rollouts.evaluation",
     "Gateway": "gateway.serve",
     "GatewayOptions": "config",
     "GatewaySession": "gateway.serve",
@@ -152,6 +154,7 @@ _HOME = {
     "blocking": "launching.blocking",
     "connect": "remote.client",
     "endpoint": "actors.actor",
+    "evaluate": "rollouts.evaluation",
     "launch": "launching.launch",
     "local_model": "launching.local_models",
     "rollout": "rollouts.run",
@@ -176,6 +179,7 @@ __all__ = [
     "EngineError",
     "EngineInfo",
     "EngineStats",
+    "Evaluation",
     "Gateway",
     "GatewayOptions",
     "GatewaySession",
@@ -229,6 +233,7 @@ __all__ = [
     "blocking",
     "connect",
     "endpoint",
+    "evaluate",
     "launch",
     "local_model",
     "rollout",

@@ -17,6 +17,7 @@ from ..errors import Closed, UsageError
 from ..inference.chunk import Chunk
 from ..remote.client import connect
 from ..rollouts.agent import Agent
+from ..rollouts.evaluation import Evaluation, Score, evaluate
 from ..rollouts.run import Rollout, rollout
 from ..sessions.session import Session
 from ..transport.system_limits import open_standard_files, start_thread
@@ -114,6 +115,10 @@ class BlockingClient:
         separate ``processes``, and continues while the caller trains.
         """
         return BlockingRollout(self, rollout(self.source, agent, dataset, **kwargs))
+
+    def evaluate(self, items: Any, score: Score | None = None, **kwargs: Any) -> Evaluation:
+        """Sample and score every item. See ``sglrl.evaluate``."""
+        return self.wait(evaluate(self.source, items, score, **kwargs))
 
     def update_weights(self, weights: Any, **kwargs: Any) -> UpdateReport:
         """Update the weights of all workers. See ``Client.update_weights``."""

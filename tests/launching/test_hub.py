@@ -86,9 +86,11 @@ class Hub:
             while True:
                 connection, _ = self._socket.accept()
                 with connection:
-                    connection.recv(1 << 16)
-                    reply = f"HTTP/1.1 {self._status} No\r\nContent-Length: 0\r\n\r\n"
-                    connection.sendall(reply.encode())
+                    request = b""
+                    while b"\r\n\r\n" not in request and (part := connection.recv(1 << 16)):
+                        request += part
+                    fields = "Content-Length: 0\r\nConnection: close\r\n"
+                    connection.sendall(f"HTTP/1.1 {self._status} No\r\n{fields}\r\n".encode())
 
 
 def test_only_what_comes_from_the_hub(tmp_path: Path) -> None:

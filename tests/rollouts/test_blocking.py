@@ -62,3 +62,11 @@ def test_the_blocking_forms_have_what_the_others_have() -> None:
         # Those of rollouts, whose agents are coroutine functions.
         internal |= {"base_url", "api_key"}
         assert public - internal <= set(dir(blocking))
+
+
+def test_an_evaluation() -> None:
+    items = [{"input_ids": [5 + i], "number": i} for i in range(5)]
+    with sglrl.blocking("tiny", engine="fake") as client:
+        result = client.evaluate(items, lambda item, text: item["number"] > 2, max_new_tokens=3)
+    assert result.mean_score == 0.4
+    assert repr(result) == "<Evaluation of 5 items, 5 samples, mean score 0.4, pass@1 40.0%>"

@@ -21,15 +21,15 @@ import pytest
 from readme import DOCS, example
 
 from sglrl.__main__ import main
-from sglrl.client.client import Client
 from sglrl.errors import UsageError
 from sglrl.inference.sampling import SamplingParams
 from sglrl.launching.tiny_model import make_model
+from sglrl.rollouts.evaluation import Outcome, Summary, summarize
+from sglrl.sessions.session import Session
 from sglrl.tools.eval import run as eval_run
 from sglrl.tools.eval.items import Item, read_items
-from sglrl.tools.eval.results import Outcome, ResultsFile, Sample
+from sglrl.tools.eval.results import ResultsFile, Sample
 from sglrl.tools.eval.run import EvalSettings
-from sglrl.tools.eval.summary import Summary, summarize
 
 Record = dict[str, Any]
 PROGRESS = ("start: ", "items: ")
@@ -181,6 +181,43 @@ def test_a_score_below_1_has_not_passed(model: str, capsys: pytest.CaptureFixtur
     assert (summary["mean_score"], summary["pass_at_k"]) == (0.5, {"1": 0.0})
 
 
+AGENT = """
+async def agent(session, item):
+    await session.generate(max_new_tokens=2)
+    session.observe([5, 6, 7])
+    await session.generate(max_new_tokens=3)
+    return {"answer": item.pop("answer"), "half": 0.5}
+
+async def fails(session, item):
+    await session.generate(max_new_tokens=2)
+    return 1 / item["answer"]
+"""
+
+
+def test_an_agent_has_several_turns(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write(questions(6))
+    name = module(AGENT)
+    options = ["-n", "2", "--agent", f"{name}:agent", "--logprobs", "--json"]
+    summary = Result(command(model, *options), capsys).summary
+    assert (summary["tokens"], summary["mean_score"]) == (6 * 2 * 5, 1.5)
+    assert summary["pass_at_k"] == {"1": pytest.approx(2 / 3), "2": pytest.approx(2 / 3)}
+    for record in read():
+        answer = record["line"] % 3 if record["line"] % 3 != 0 else 3
+        for sample in record["samples"]:
+            assert sample["rewards"] == {"answer": record["answer"], "half": 0.5}
+            assert sample["score"] == record["answer"] + 0.5 == answer - 1 + 0.5
+            assert sample["output_ids"][2:5] == [5, 6, 7]
+            assert len(sample["output_ids"]) == 8
+    failed = Result(
+        command(model, "--overwrite", "--concurrency", "1", "--agent", f"{name}:fails"), capsys
+    )
+    assert failed.code == 1
+    assert f"error: in.jsonl:1: --agent {name}:fails raised an exception" in failed.err
+    assert failed.err.rstrip().endswith("ZeroDivisionError: division by zero")
+    both = Result(command(model, "--agent", f"{name}:agent", "--score", f"{name}:agent"), capsys)
+    assert (both.code, "exclude each other" in both.err) == (2, True)
+
+
 IN_FLIGHT = """
 import asyncio
 
@@ -210,13 +247,13 @@ def test_concurrency_is_the_number_of_samples_in_flight(
 ) -> None:
     write(questions(6))
     name = module(IN_FLIGHT)
-    generate = Client.generate
+    generate = Session.generate
 
-    async def counted(self: Client, **arguments: Any) -> Any:
+    async def counted(self: Session, **arguments: Any) -> Any:
         sys.modules[name].begin()
         return await generate(self, **arguments)
 
-    monkeypatch.setattr(Client, "generate", counted)
+    monkeypatch.setattr(Session, "generate", counted)
     options = ["-n", "2", "--concurrency", "3", "--score", f"{name}:score", "--json"]
     # Every score waits for three samples in flight, and is the largest number that there were.
     assert Result(command(model, *options), capsys).summary["mean_score"] == 3.0
@@ -546,7 +583,7 @@ def test_a_rejected_prompt_is_named_and_may_be_corrected(
     write(items)
     refused = Result(command(model, "--concurrency", "1"), capsys)
     assert refused.code == 2
-    assert "error: in.jsonl:2: the prompt has 40000 tokens; at most 32767" in refused.err
+    assert "error: in.jsonl:2: the context is full: the prompt has 40000 tokens" in refused.err
     assert [record["line"] for record in read()] == [1]
     write([items[0], {"prompt": "two"}, items[2]])
     assert Result(command(model, "--concurrency", "1"), capsys).code == 0
@@ -599,7 +636,9 @@ def test_a_score_without_a_number(
     model: str, function: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(questions(2))
-    failed = Result(command(model, "--score", f"{module(WRONG)}:{function}"), capsys)
+    failed = Result(
+        command(model, "--concurrency", "1", "--score", f"{module(WRONG)}:{function}"), capsys
+    )
     assert failed.code == 1
     assert "in.jsonl:1" in failed.err
     assert words in failed.err

@@ -9,7 +9,7 @@ from math import comb
 import pytest
 
 from sglrl.errors import UsageError
-from sglrl.tools.eval.summary import pass_at_k
+from sglrl.rollouts.evaluation import pass_at_k
 
 
 @pytest.mark.parametrize("samples", range(1, 9))

@@ -45,6 +45,13 @@ def evaluate(
             help="The function score(item, text), which returns a float or a bool.",
         ),
     ] = None,
+    agent: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Instead of --score: the agent(session, item) of a rollout, for several turns.",
+        ),
+    ] = None,
     k: Annotated[
         list[int] | None,
         typer.Option(
@@ -99,6 +106,7 @@ def evaluate(
             logprobs=logprobs,
             template=_json_object("--template", template),
             score=score,
+            agent=agent,
             k=tuple(k or ()),
             concurrency=concurrency,
             replicas=replicas,

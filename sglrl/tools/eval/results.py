@@ -23,35 +23,26 @@ from typing import Any, Final, Self
 import msgspec
 
 from ...errors import UsageError
+from ...rollouts.evaluation import Outcome
 from ...wire.codec import malformed
 from .items import Item
 
 _ANEW: Final = "begin anew with --overwrite, or name another --output"
 
 
-class Outcome(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The fields of a sample that the summary needs.
-
-    Attributes:
-        finish_reason: the reason why the sample ended, as in ``Completion``.
-        tokens: number of sampled tokens.
-        score: the score. None without ``--score``.
-    """
-
-    finish_reason: str
-    tokens: int
-    score: float | None = None
-
-
 class Sample(Outcome, frozen=True, kw_only=True, omit_defaults=True):
     """A sample as the output file holds it.
 
     Attributes:
-        output_ids, logprobs: the id and the logprob of each sampled token. None without
-            ``--logprobs``.
+        text: the text of the turn, without special tokens. With ``--agent``, the whole text after
+            the prompt, with special tokens.
+        rewards: the named rewards of ``--agent``.
+        output_ids, logprobs: the id and the logprob of each token after the prompt. None without
+            ``--logprobs``. With ``--agent``, the logprobs of tokens that were not sampled are 0.
     """
 
     text: str
+    rewards: dict[str, float] = msgspec.field(default_factory=dict)
     output_ids: list[int] | None = None
     logprobs: list[float] | None = None
 
