@@ -94,6 +94,10 @@ class Access:
                 )
             opened.used = asyncio.get_running_loop().time()
             return opened
+        opened = self._registry.by_header(request.headers.get("x-session-id", ""))
+        if opened is not None:
+            opened.used = asyncio.get_running_loop().time()
+            return opened
         self.check_key(key)
         return None
 

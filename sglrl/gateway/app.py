@@ -1,7 +1,8 @@
 """The routes of the gateway: an ASGI application.
 
-A request belongs to a session if its URL begins with ``/sessions/<id>``, or if its API key is the
-key of a session. All other requests are sampled without a session.
+A request belongs to a session if its URL begins with ``/sessions/<id>``, if its API key is the key
+of a session, or if a session accepts its header ``X-Session-ID``. All other requests are sampled
+without a session.
 """
 
 from __future__ import annotations

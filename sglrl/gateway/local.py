@@ -83,13 +83,18 @@ class LocalGateway:
     @asynccontextmanager
     async def lend(self, session: Session) -> AsyncIterator[None]:
         """Let HTTP requests use a session while the block runs. Then end its running turns."""
-        opened = self.registry.add(session)
-        session.address = f"{self.url}/sessions/{opened.id}/v1", opened.key
+        opened = [self.registry.add(session)]
+
+        def name(named: Any, header: str) -> None:
+            opened.append(self.registry.add(named, header))
+
+        session.lend((f"{self.url}/sessions/{opened[0].id}/v1", opened[0].key), name)
         try:
             yield
         finally:
-            session.address = None
-            await self.registry.end(opened)
+            session.lend(None, None)
+            for one in opened:
+                await self.registry.end(one)
 
 
 def local_gateway(client: Client, options: bool | GatewayOptions = True) -> LocalGateway:

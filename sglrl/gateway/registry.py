@@ -32,17 +32,19 @@ class OpenSession:
             session's process.
         key: the API key that selects the session. After ``KEY_PREFIX``, it also has the number of
             the session's process.
+        header: the value of the header ``X-Session-ID`` that selects the session, or "".
         conversations: the conversations of the session's agents.
         used: the time of the last request, on the loop's clock.
         requests: number of requests that are running.
         store: the conversations that requests may continue by id.
     """
 
-    __slots__ = ("conversations", "id", "key", "requests", "store", "used")
+    __slots__ = ("conversations", "header", "id", "key", "requests", "store", "used")
 
     def __init__(self, conversations: Conversations, used: float, process: int) -> None:
         self.id = f"{process}-{secrets.token_urlsafe(12)}"
         self.key = f"{KEY_PREFIX}{process}-{secrets.token_urlsafe(24)}"
+        self.header = ""
         self.conversations = conversations
         self.used = used
         self.requests = 0
@@ -66,6 +68,7 @@ class Registry:
         self._process = process
         self._by_id: dict[str, OpenSession] = {}
         self._by_key: dict[str, OpenSession] = {}
+        self._by_header: dict[str, OpenSession] = {}
         self._expiring: asyncio.TimerHandle | None = None
         self._ending: set[asyncio.Task[None]] = set()
 
@@ -87,9 +90,21 @@ class Registry:
         options = SessionOptions.of({"metadata": metadata, "reward_weights": reward_weights})
         return self.add(Session(SessionSpec(self._client.requests, options)))
 
-    def add(self, session: Session) -> OpenSession:
-        """Return a new ``OpenSession`` whose turns belong to ``session``."""
+    def add(self, session: Session, header: str = "") -> OpenSession:
+        """Return a new ``OpenSession`` whose turns belong to ``session``.
+
+        Args:
+            header: the value of the header ``X-Session-ID`` that selects the session. "": none.
+
+        Raises:
+            UsageError: another session has this value.
+        """
+        if header in self._by_header:
+            raise UsageError(f"another session has the id {header!r:.200}")
         made = OpenSession(Conversations(session), self._now(), self._process)
+        if header:
+            made.header = header
+            self._by_header[header] = made
         self._by_id[made.id] = self._by_key[made.key] = made
         if self._expiring is None:
             self._schedule_expiry(self._expire_after)
@@ -101,10 +116,14 @@ class Registry:
     def by_key(self, key: str) -> OpenSession | None:
         return self._by_key.get(key)
 
+    def by_header(self, header: str) -> OpenSession | None:
+        return self._by_header.get(header)
+
     async def end(self, session: OpenSession) -> None:
         """End a session and its running turns. The session's trajectory is then complete."""
         self._by_id.pop(session.id, None)
         self._by_key.pop(session.key, None)
+        self._by_header.pop(session.header, None)
         await session.conversations.close()
 
     async def close(self) -> None:

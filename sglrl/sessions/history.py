@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, SupportsFloat
 
 from msgspec.structs import force_setattr
 
@@ -228,7 +228,15 @@ class History:
         answer = answer_of(self._specs[turn], tokens, dialogue, ended, self._said[turn])
         return [*map(dict, dialogue.messages), answer]
 
-    def reward(self, last: int, value: RewardValue, name: str, call: str, whole: bool) -> None:
+    def reward(
+        self,
+        last: int,
+        value: RewardValue,
+        name: str,
+        call: str,
+        whole: bool,
+        weight: SupportsFloat | None = None,
+    ) -> None:
         """Add a reward as ``Session.reward`` does.
 
         The reward goes to the turn that has the call ``call``, or to the turn ``last`` if ``call``
@@ -241,7 +249,7 @@ class History:
                 raise UsageError(f"no turn of this session has a call with the id {call!r:.200}")
         elif turn == ROOT:
             raise UsageError("no turn was sampled yet that could be rewarded")
-        self.rewards.add(turn, value, name, call, whole)
+        self.rewards.add(turn, value, name, call, whole, weight)
 
     def routed(self, place: Position) -> int:
         """Return the first position without routed experts in the turns before a place."""

@@ -57,15 +57,27 @@ class Rewards:
         self.totals.append(0.0)
         self.named.append(())
 
-    def add(self, turn: int, value: RewardValue, name: str, call: str, whole: bool) -> None:
+    def add(
+        self,
+        turn: int,
+        value: RewardValue,
+        name: str,
+        call: str,
+        whole: bool,
+        weight: SupportsFloat | None = None,
+    ) -> None:
         """Add one reward, or several named rewards, to a turn. If one is wrong, add none.
 
         True and False are the rewards 1 and 0.
+
+        Args:
+            weight: the weight of the rewards. None: their weights by name.
 
         Raises:
             UsageError: a value is not a number, or a sum is not finite in float32.
         """
         total = self.totals[turn]
+        own = None if weight is None else number("a weight", weight)
         if isinstance(value, Mapping):
             if name:
                 raise UsageError("a dict of rewards has its own names: omit name")
@@ -77,12 +89,14 @@ class Rewards:
             if not isinstance(key, str):
                 raise UsageError(f"the name of a reward must be a text, got {key!r:.200}")
             amount = number("a reward", float(one) if isinstance(one, (bool, np.bool_)) else one)
-            weight = self._weights.get(key, 1.0) if key else 1.0
-            total += weight * amount
+            factor = own
+            if factor is None:
+                factor = self._weights.get(key, 1.0) if key else 1.0
+            total += factor * amount
             if not abs(total) <= MAX_REWARD:
                 raise UsageError(f"a reward must be finite, also in float32; got {one}")
             if key:
-                named.append(Reward(key, amount, weight, call, whole))
+                named.append(Reward(key, amount, factor, call, whole))
         self.totals[turn] = total
         self.named[turn] += tuple(named)
         self.given = True

@@ -7,7 +7,7 @@ followed by the new tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn, Self, Unpack
+from typing import Any, NoReturn, Self, SupportsFloat, Unpack
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,6 +29,7 @@ from .gate import Gate
 from .history import Position, beginning
 from .observations import Dialogue, Observation, as_observation, encode_observations, parsed
 from .options import turn_values
+from .over_http import OverHttp
 from .rewards import RewardValue
 from .session_spec import SessionSpec
 from .shared import Shared
@@ -37,7 +38,7 @@ from .trajectory import Trajectory
 from .turn_sampler import TurnSampler, TurnSeeds
 
 
-class Session:
+class Session(OverHttp):
     """A conversation of several turns and an async context manager, made by ``Client.session``.
 
     Turns are sampled one at a time. The prompt of each turn consists of the exact tokens of the
@@ -65,8 +66,6 @@ class Session:
         self._history = self._shared.history
         self.sampler = TurnSampler(spec, self._shared, gate)
         self.position = beginning(Dialogue(spec.messages, spec.begun))
-        self.address: tuple[str, str] | None = None
-        """The URL and the API key with which HTTP requests select this session."""
         self._beginning: list[Message] | None = None
         """The messages with which ``rewrite`` has begun a new conversation, or None."""
         self._pending: list[Observation] = []
@@ -105,29 +104,6 @@ class Session:
     def metadata(self) -> dict[str, Any]:
         """The metadata of the trajectory. Its values must be values that msgpack can encode."""
         return self._shared.metadata
-
-    @property
-    def base_url(self) -> str:
-        """The base URL of an OpenAI API for agents that use HTTP. See ``rollout(gateway=True)``.
-
-        Raises:
-            UsageError: the session has no gateway.
-        """
-        return self._http()[0]
-
-    @property
-    def api_key(self) -> str:
-        """The API key for an agent that uses HTTP. It selects this session, as ``base_url`` does.
-
-        Raises:
-            UsageError: the session has no gateway.
-        """
-        return self._http()[1]
-
-    def _http(self) -> tuple[str, str]:
-        if self.address is None:
-            raise UsageError("this session cannot be used over HTTP: pass gateway=True to rollout")
-        return self.address
 
     def fork(self) -> Session:
         """Return a session that goes on from the same place.
@@ -402,7 +378,12 @@ class Session:
         del self._pending[self._taken :]
 
     def reward(
-        self, value: RewardValue, name: str = "", *, call: ToolCall | str | None = None
+        self,
+        value: RewardValue,
+        name: str = "",
+        *,
+        call: ToolCall | str | None = None,
+        weight: SupportsFloat | None = None,
     ) -> None:
         """Add a reward to the last turn, or to the turn that made a tool call.
 
@@ -413,12 +394,13 @@ class Session:
             value: a number, or a dict of names and numbers.
             name: the name of the reward.
             call: the tool call that is rewarded, or the id of the call.
+            weight: the weight of this reward. None: that in ``reward_weights``, or 1.
 
         Raises:
             UsageError: no turn was sampled, no turn has this call, or a value is not finite.
         """
         id_ = call.id if isinstance(call, ToolCall) else call or ""
-        self._history.reward(self.position.last, value, name, id_, False)
+        self._history.reward(self.position.last, value, name, id_, False, weight)
 
     # --- state ------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from ..core.policy_versions import Versions, oldest_of
 from ..driver.driver import now
 from .history import History
 from .options import SessionOptions
+from .over_http import NameSession
 
 
 class Turn(Protocol):
@@ -25,6 +26,8 @@ class Shared:
         refused: whether a turn failed because the client no longer accepts calls.
         running: for each turn that is being sampled, a lower bound of the policy versions of its
             first token. None: no bound is known yet.
+        name_session: lets HTTP requests with the header ``X-Session-ID`` select a session. None:
+            these sessions have no gateway.
         generating: the seconds during which at least one turn was being sampled.
     """
 
@@ -33,6 +36,7 @@ class Shared:
         self.metadata = dict(options.metadata)
         self.closed = self.refused = False
         self.running: dict[Turn, Versions | None] = {}
+        self.name_session: NameSession | None = None
         self.generating = 0.0
         self.began = now()
         self._oldest: Versions = {}

@@ -1,0 +1,73 @@
+"""The part of a session that concerns agents that use it over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from .shared import Shared
+
+NameSession = Callable[["OverHttp", str], None]
+"""A function that lets HTTP requests with a value of ``X-Session-ID`` select a session."""
+
+
+class OverHttp:
+    """The URL, the API key and the header by which HTTP requests select a session.
+
+    Attributes:
+        address: the URL and the API key. None: the session has no gateway, or is a fork.
+    """
+
+    _shared: Shared
+    address: tuple[str, str] | None = None
+
+    @property
+    def base_url(self) -> str:
+        """The base URL of an OpenAI API for agents that use HTTP. See ``rollout(gateway=True)``.
+
+        Raises:
+            UsageError: the session has no gateway.
+        """
+        return self._http()[0]
+
+    @property
+    def api_key(self) -> str:
+        """The API key for an agent that uses HTTP. It selects this session, as ``base_url`` does.
+
+        Raises:
+            UsageError: the session has no gateway.
+        """
+        return self._http()[1]
+
+    def accept_header(self, session_id: str) -> None:
+        """Let HTTP requests with the header ``X-Session-ID: <session_id>`` select this session.
+
+        This is for agents whose requests pass through a relay that has one URL and one key for all
+        sessions. A fork may have ids of its own. The URL and the key of a session take precedence
+        over the header.
+
+        Args:
+            session_id: a text that nobody can guess, because it replaces the API key.
+
+        Raises:
+            UsageError: the session has no gateway, or another session has this id.
+        """
+        if self._shared.name_session is None:
+            raise UsageError(_NO_GATEWAY)
+        self._shared.name_session(self, session_id)
+
+    def lend(self, address: tuple[str, str] | None, name: NameSession | None) -> None:
+        """Set the URL and the API key of this session, and the function that names sessions."""
+        self.address = address
+        self._shared.name_session = name
+
+    def _http(self) -> tuple[str, str]:
+        if self.address is None:
+            raise UsageError(_NO_GATEWAY)
+        return self.address
+
+
+_NO_GATEWAY = "this session cannot be used over HTTP: pass gateway=True to rollout"
