@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .driver.worker_info import QueueInfo, WorkerInfo
     from .errors import (
         Closed,
+        ContextFull,
         DeadlineExceeded,
         EngineError,
         InvalidAdapter,
@@ -95,6 +96,7 @@ _HOME = {
     "Chunk": "inference.chunk",
     "Client": "client.client",
     "Closed": "errors",
+    "ContextFull": "errors",
     "Completion": "inference.completion",
     "DeadlineExceeded": "errors",
     "EngineError": "errors",
@@ -175,6 +177,7 @@ __all__ = [
     "Client",
     "Closed",
     "Completion",
+    "ContextFull",
     "DeadlineExceeded",
     "EngineError",
     "EngineInfo",

@@ -5,6 +5,7 @@
     SglrlError
     ├── UsageError (ValueError)        the call is wrong and was not sent
     │   ├── InvalidRequest             a prompt, token id or sampling value is wrong
+    │   │   ├── ContextFull                no token fits after the prompt of a turn
     │   │   └── UnknownAdapter         no adapter of this name is loaded, or it was unloaded
     │   ├── UnknownEndpoint            the actor declares no endpoint of that name
     │   ├── MessageTooLarge            the arguments do not fit in one message
@@ -40,6 +41,7 @@ from typing import Any, Final
 
 __all__ = [
     "Closed",
+    "ContextFull",
     "DeadlineExceeded",
     "EngineError",
     "InvalidAdapter",
@@ -95,6 +97,10 @@ class UsageError(SglrlError, ValueError):
 
 class InvalidRequest(UsageError):
     """A prompt, token id, sampling value, regex, grammar or schema cannot be served."""
+
+
+class ContextFull(InvalidRequest):
+    """No token fits after the prompt of a turn of a session, with what was observed."""
 
 
 class UnknownAdapter(InvalidRequest):

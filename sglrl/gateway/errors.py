@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from ..errors import (
     Closed,
+    ContextFull,
     DeadlineExceeded,
     EngineError,
     InvalidRequest,
@@ -67,7 +68,7 @@ def error_of(error: Exception) -> HttpError:
         return error
     for type_, status, kind in _STATUS:
         if isinstance(error, type_):
-            full = str(error).startswith("the context is full")
+            full = isinstance(error, ContextFull)
             code = "context_length_exceeded" if full else None
             if isinstance(error, UnknownAdapter):
                 code = "model_not_found"

@@ -160,7 +160,8 @@ class Session(OverHttp):
                 ``max_new_tokens`` is reduced to the room that is left in the context.
 
         Raises:
-            InvalidRequest: a value is wrong, or the context is full (``room`` is 0).
+            InvalidRequest: a value is wrong. The subclass ``ContextFull``: no token fits after the
+                observations.
             UsageError: a turn is being sampled already.
             Closed: the session is closed.
             Overloaded, DeadlineExceeded, WorkerLost, EngineError: as for ``Client.generate``. The

@@ -9,7 +9,7 @@ from ..core.calls import Call
 from ..core.policy_versions import MODEL
 from ..core.prefixes import Route
 from ..core.seeds import MAX_SEED, derived_seed
-from ..errors import Closed, InvalidRequest, UsageError
+from ..errors import Closed, ContextFull, UsageError
 from ..inference.completion import Completion
 from ..inference.number_checks import check_integer
 from ..inference.options import CallOptions
@@ -119,14 +119,14 @@ class TurnSampler:
             routed_from: the first position without routed experts in earlier turns.
 
         Raises:
-            InvalidRequest: the context is full.
+            ContextFull: the context is full.
             Closed: the session was closed.
         """
         spec, running = self._spec, self._shared.running
         size = len(ids) // 4
         limit = min(prepared.max_new_tokens or DEFAULT_MAX_NEW_TOKENS, spec.max_tokens - size)
         if limit < 1:
-            raise InvalidRequest(
+            raise ContextFull(
                 f"the context is full: the prompt has {size} tokens, with what was observed, and "
                 f"together with its response at most {spec.max_tokens} are possible; see "
                 "Session.room and Session.unobserve"
