@@ -167,11 +167,52 @@ async def test_sampling_masks(client: sglrl.Client) -> None:
         assert trajectory.loss_mask.sum() == 8
 
 
+async def test_sessions_that_a_header_selects(client: sglrl.Client) -> None:
+    """A relay has one URL for all sessions. Requests with unknown headers belong to none."""
+
+    async def agent(session: sglrl.Session, item: int) -> None:
+        relay = session.base_url.partition("/sessions/")[0] + "/v1"
+        forks = [session.fork(), session.fork()]
+        for number, fork in enumerate(forks):
+            fork.accept_header(f"fork {number} of {session.metadata['sample']}")
+        headers = [fork for fork in range(2) for _ in range(fork + 1)]
+        async with httpx.AsyncClient(timeout=300) as http:
+            model = (await http.get(f"{relay}/models")).json()["data"][0]["id"]
+            for header in [*headers, 7]:
+                answer = await http.post(
+                    f"{relay}/chat/completions",
+                    json={
+                        "model": model, "messages": [{"role": "user", "content": f"Hi {header}"}],
+                        "max_tokens": 4,
+                    },
+                    headers={"X-Session-ID": f"fork {header} of {session.metadata['sample']}"},
+                )  # fmt: skip
+                assert answer.status_code == 200
+            # The key takes precedence.
+            await ask(session.base_url, session.api_key, 1)
+        assert [fork.position.last for fork in forks] == [0, 2]
+        forks[0].reward(1.0, "first", weight=0.5)
+        forks[1].reward(2.0, "second")
+        with pytest.raises(sglrl.UsageError, match="another session has the id 'fork 1 of"):
+            forks[0].accept_header(f"fork 1 of {session.metadata['sample']}")
+
+    for _ in range(2):
+        async with sglrl.rollout(
+            client, agent, [0], gateway=True, group_size=2, max_new_tokens=4, on_error="raise"
+        ) as run:
+            (group,) = [group async for group in run]
+        for trajectory in group.trajectories:
+            turns = [turn for leaf in trajectory.leaves for turn in leaf.turns]
+            assert [turn.reward for turn in turns] == [0.5, 0, 2.0, 0]
+
+
 async def test_a_session_without_a_gateway(client: sglrl.Client) -> None:
     async with client.session(input_ids=[5]) as session:
         for name in ("base_url", "api_key"):
             with pytest.raises(sglrl.UsageError, match="pass gateway=True to rollout"):
                 getattr(session, name)
+        with pytest.raises(sglrl.UsageError, match="pass gateway=True to rollout"):
+            session.accept_header("relay")
 
     async def agent(session: sglrl.Session, item: int) -> float:
         await session.generate()

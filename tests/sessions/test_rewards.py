@@ -64,6 +64,21 @@ async def test_names_and_weights(client: sglrl.Client, tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+async def test_weights_of_single_rewards(client: sglrl.Client) -> None:
+    """They take precedence over ``reward_weights``."""
+    async with session_of(client, reward_weights={"format": 0.5}) as session:
+        await session.generate()
+        session.reward(3, "format", weight=2)
+        session.reward(1, weight=0.25)
+        session.reward({"a": 1, "format": 1}, weight=0)
+        for wrong in ("2", True, math.inf):
+            with pytest.raises(sglrl.UsageError, match="a weight must be"):
+                session.reward(1, weight=wrong)  # type: ignore[arg-type]
+        (turn,) = session.trajectory().turns
+    assert turn.reward == 6.25
+    assert turn.rewards == (Reward("format", 3, 2), Reward("a", 1, 0), Reward("format", 1, 0))
+
+
 async def test_calls(client: sglrl.Client) -> None:
     async with session_of(client) as session:
         for number in range(3):
