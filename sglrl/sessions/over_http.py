@@ -22,7 +22,7 @@ class OverHttp:
     """
 
     _shared: Shared
-    address: tuple[str, str] | None = None
+    address: tuple[str, str] | None
 
     @property
     def base_url(self) -> str:

@@ -66,6 +66,7 @@ class Session(OverHttp):
         self._history = self._shared.history
         self.sampler = TurnSampler(spec, self._shared, gate)
         self.position = beginning(Dialogue(spec.messages, spec.begun))
+        self.address = None
         self._beginning: list[Message] | None = None
         """The messages with which ``rewrite`` has begun a new conversation, or None."""
         self._pending: list[Observation] = []
