@@ -29,8 +29,10 @@ PUBLIC_MODULES = [
     "sglrl",
     "sglrl.errors",
     "sglrl.integrations.genlm",
+    "sglrl.integrations.gymnasium",
     "sglrl.integrations.torchrl",
     "sglrl.integrations.trl",
+    "sglrl.integrations.verifiers",
     "sglrl.rl",
     "sglrl.rollouts",
     "sglrl.weights",
@@ -104,6 +106,17 @@ def test_the_gateway_page_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str
     script.write_text(code)
     runpy.run_path(str(script))
     assert re.search(r"<Trajectory .* 2 turns, reward=[01]>", capsys.readouterr().out)
+
+
+def test_the_environment_of_gymnasium_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/environments.md").read_text()
+    *_, code = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert code.count('device="cpu"') == 1
+    exec(code.replace('device="cpu"', 'engine="fake", vocab_size=512'), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 6
+    for line in lines:
+        assert re.fullmatch(r"\[(0\. ?)*([01]\.)\] (True|False)", line), line
 
 
 def texts_of(folder: str) -> list[str]:

@@ -11,7 +11,7 @@ import lookup
 import numpy as np
 import pytest
 import verifiers.v1 as vf
-from clients.conftest import Judge
+from engine.reference import Reference
 
 import sglrl
 from sglrl.integrations.verifiers import EpisodeFailed, VerifiersEnv
@@ -49,7 +49,7 @@ def check_rewards(trajectory: sglrl.Trajectory, *traces: Mapping[str, Any]) -> N
     assert trajectory.reward == pytest.approx(sum(trace["reward"] for trace in traces))
 
 
-async def test_tasks_with_rewards_and_metrics(pool: sglrl.Client, judge: Judge) -> None:
+async def test_tasks_with_rewards_and_metrics(pool: sglrl.Client, reference: Reference) -> None:
     letters.played.clear()
     made = await played(pool, letters_env(), 2, group_size=2, temperature=0.7)
     assert len(made) == 4
@@ -69,12 +69,7 @@ async def test_tasks_with_rewards_and_metrics(pool: sglrl.Client, judge: Judge) 
         ]
         assert trajectory.messages is not None
         assert trajectory.messages[:2] == messages
-        start = len(trajectory.prompt_ids)
-        asked = {"start": start, "stop": start + turn.stop, "path": "/v1/chat/completions"}
-        body = {"model": "any", "messages": messages, "temperature": 0.7}
-        (found,) = judge.logprobs(
-            {"ids": trajectory.input_ids.tolist(), "turns": [{**asked, "body": body}]}
-        )
+        found = reference.logprobs_of(trajectory.prompt_ids, trajectory.response_ids, 0.7)
         np.testing.assert_allclose(trajectory.logprobs, found, atol=2e-4)
 
 
@@ -128,9 +123,7 @@ async def test_several_traces(pool: sglrl.Client) -> None:
 async def test_agents_in_processes(pool: sglrl.Client) -> None:
     """The weights of the run replace those of the environment."""
     weights = {"short": 3.0}
-    made = await played(
-        pool, letters_env(), group_size=2, processes=1, reward_weights=weights, seed=3
-    )
+    made = await played(pool, letters_env(), processes=1, reward_weights=weights)
     for trajectory in made:
         rewards = {reward.name: reward for reward in trajectory.turns[0].rewards}
         assert rewards["short"].weight == 3.0
