@@ -53,7 +53,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def _examples() -> str:
     """Return a section for each script in ``examples``. The docstring of a script is its text."""
     parts = []
-    for file in sorted((ROOT / "examples").glob("*.py")):
+    for file in sorted((ROOT / "examples").rglob("*.py")):
         code = file.read_text()
         end = ast.parse(code).body[0].end_lineno
         script = "\n".join(code.splitlines()[end:]).strip()

@@ -28,7 +28,7 @@ def letters_env(**seat: Any) -> VerifiersEnv:
 async def played(
     pool: sglrl.Client, env: VerifiersEnv, tasks: int = 1, **options: Any
 ) -> list[sglrl.Trajectory]:
-    options = {"max_new_tokens": 8, "on_error": "raise", **options}
+    options = {"max_new_tokens": 8, "on_error": "raise", "seed": 1, **options}
     items = env.tasks({"limit": tasks})
     async with sglrl.rollout(pool, env.agent, items, gateway=True, **options) as run:
         groups = [group async for group in run]
@@ -56,7 +56,7 @@ async def test_tasks_with_rewards_and_metrics(pool: sglrl.Client, reference: Ref
     own = {trace.last_reply: trace for trace in letters.played}
     for trajectory in made:
         (record,) = trajectory.metadata["traces"]
-        (turn,) = trajectory.turns
+        assert len(trajectory.turns) == 1
         trace = own[trajectory.text.strip()]
         assert trajectory.reward == trace.reward == record["reward"]
         assert trajectory.named_rewards == {k: r.score for k, r in trace.rewards.items() if r}
