@@ -8,6 +8,7 @@ session. Written for verifiers 0.4 (https://github.com/PrimeIntellect-ai/verifie
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
@@ -58,8 +59,8 @@ class VerifiersEnv:
             raise UsageError(f"verifiers 0.4 is not installed: {install('verifiers')}")
         import verifiers.v1 as vf
 
-        given = dict(config) if isinstance(config, Mapping) else config
-        self.config = vf.resolve_env_config(given)
+        # verifiers changes mappings when it checks them.
+        self.config = vf.resolve_env_config(copy.deepcopy(config))
         seats = {name: one for name, one in self.config if isinstance(one, vf.AgentConfig)}
         for where, retries in [
             ("retries", self.config.retries),
@@ -121,8 +122,7 @@ class VerifiersAgent:
             None, because the rewards are those of turns, or 0.0 if the environment has no rewards.
 
         Raises:
-            EpisodeFailed: the episode, or a trace of it, has errors, or the harness sampled no
-                turn.
+            EpisodeFailed: the episode or a trace has errors, or a trainable seat sampled no turn.
             UsageError: the item is not one of ``VerifiersEnv.tasks``, or the run has no gateway.
         """
         import verifiers.v1 as vf
@@ -144,6 +144,8 @@ class VerifiersAgent:
         episode = await self._env.run_episode(self._task(item), context, on_trace=on_trace)
         if not self._env.complete(episode):
             raise EpisodeFailed(_reason(episode))
+        if not forks:
+            raise EpisodeFailed("the rollout's model has played no trainable seat of the episode")
         session.metadata["traces"] = [_record(trace) for trace in episode.traces]
         for trace in episode.traces:
             if trace.id in forks:

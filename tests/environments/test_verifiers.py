@@ -14,6 +14,7 @@ import verifiers.v1 as vf
 from engine.reference import Reference
 
 import sglrl
+from sglrl.gateway.local import local_gateway
 from sglrl.integrations.verifiers import EpisodeFailed, VerifiersEnv
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -57,7 +58,8 @@ async def test_tasks_with_rewards_and_metrics(pool: sglrl.Client, reference: Ref
     for trajectory in made:
         (record,) = trajectory.metadata["traces"]
         assert len(trajectory.turns) == 1
-        trace = own[trajectory.text.strip()]
+        assert trajectory.messages is not None
+        trace = own[trajectory.messages[-1]["content"].strip()]
         assert trajectory.reward == trace.reward == record["reward"]
         assert trajectory.named_rewards == {k: r.score for k, r in trace.rewards.items() if r}
         assert record["metrics"] == trace.metrics == {"characters": len(trace.last_reply)}
@@ -67,7 +69,6 @@ async def test_tasks_with_rewards_and_metrics(pool: sglrl.Client, reference: Ref
             {"role": "system", "content": "Be brief."},
             {"role": "user", "content": trace.task.data.prompt},
         ]
-        assert trajectory.messages is not None
         assert trajectory.messages[:2] == messages
         found = reference.logprobs_of(trajectory.prompt_ids, trajectory.response_ids, 0.7)
         np.testing.assert_allclose(trajectory.logprobs, found, atol=2e-4)
@@ -94,9 +95,12 @@ async def test_tools(pool: sglrl.Client, biases: Any) -> None:
 
 async def test_a_modeled_user(pool: sglrl.Client) -> None:
     """verifiers' environment "user-sim": the turns of the user are in no trajectory."""
-    user = {**SEAT, "max_turns": 2, "sampling": {"max_tokens": 4}}
-    config = {"id": "user-sim", "taskset": {"id": "letters"}, "assistant": SEAT, "user": user}
-    (trajectory,) = await played(pool, VerifiersEnv(config))
+    # Without reasoning, which the chat template would remove from earlier turns.
+    words = {"sampling": {"regex": "[a-z]{4,8}"}}
+    user = {**SEAT, **words, "max_turns": 2}
+    assistant = {**SEAT, **words}
+    config = {"id": "user-sim", "taskset": {"id": "letters"}, "assistant": assistant, "user": user}
+    (trajectory,) = await played(pool, VerifiersEnv(config), max_new_tokens=20)
     records = {record["seat"]: record for record in trajectory.metadata["traces"]}
     assert not records["user"]["trainable"]
     assert records["user"]["turns"] == 2
@@ -152,6 +156,19 @@ async def test_episodes_that_fail(pool: sglrl.Client) -> None:
             await run.take(1)
 
 
+async def test_a_seat_with_an_endpoint_of_its_own(pool: sglrl.Client) -> None:
+    """Its requests go there. Here no other seat is left for the rollout."""
+    letters.played.clear()
+    async with local_gateway(pool) as gateway:
+        client = {"type": "eval", "base_url": f"{gateway.url}/v1"}
+        env = letters_env(client=client, model="qwen3", sampling={"max_tokens": 4})
+        with pytest.raises(EpisodeFailed, match="played no trainable seat"):
+            await played(pool, env)
+    (trace,) = letters.played
+    assert trace.usage is not None
+    assert trace.usage.completion_tokens == 4
+
+
 @pytest.mark.parametrize(
     ("config", "what"),
     [
@@ -167,6 +184,6 @@ async def test_settings_that_are_rejected(config: dict[str, Any], what: str) -> 
 
 async def test_a_configuration_of_verifiers_own() -> None:
     config = vf.resolve_env_config({"taskset": {"id": "letters"}})
-    assert VerifiersEnv(config).config is config
+    assert VerifiersEnv(config).config == config
     tasks = list(VerifiersEnv(config).tasks({"include": {"idx": [2]}}))
     assert [task["task"]["wanted"] for task in tasks] == ["e"]
