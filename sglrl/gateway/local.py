@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -93,8 +94,7 @@ class LocalGateway:
             yield
         finally:
             session.lend(None, None)
-            for one in opened:
-                await self.registry.end(one)
+            await asyncio.gather(*[self.registry.end(one) for one in opened])
 
 
 def local_gateway(client: Client, options: bool | GatewayOptions = True) -> LocalGateway:

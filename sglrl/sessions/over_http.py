@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -50,11 +51,15 @@ class OverHttp:
         over the header.
 
         Args:
-            session_id: a text that nobody can guess, because it replaces the API key.
+            session_id: a text that nobody can guess, because it replaces the API key: printable
+                ASCII characters without spaces.
 
         Raises:
-            UsageError: the session has no gateway, or another session has this id.
+            UsageError: the session has no gateway, another session has this id, or the id cannot be
+                the value of a header.
         """
+        if not isinstance(session_id, str) or not re.fullmatch(r"[!-~]+", session_id):
+            raise UsageError(f"session_id must be ASCII characters, got {session_id!r:.200}")
         if self._shared.name_session is None:
             raise UsageError(_NO_GATEWAY)
         self._shared.name_session(self, session_id)

@@ -174,7 +174,7 @@ async def test_sessions_that_a_header_selects(client: sglrl.Client) -> None:
         relay = session.base_url.partition("/sessions/")[0] + "/v1"
         forks = [session.fork(), session.fork()]
         for number, fork in enumerate(forks):
-            fork.accept_header(f"fork {number} of {session.metadata['sample']}")
+            fork.accept_header(f"fork-{number}-{session.metadata['sample']}")
         headers = [fork for fork in range(2) for _ in range(fork + 1)]
         async with httpx.AsyncClient(timeout=300) as http:
             model = (await http.get(f"{relay}/models")).json()["data"][0]["id"]
@@ -185,7 +185,7 @@ async def test_sessions_that_a_header_selects(client: sglrl.Client) -> None:
                         "model": model, "messages": [{"role": "user", "content": f"Hi {header}"}],
                         "max_tokens": 4,
                     },
-                    headers={"X-Session-ID": f"fork {header} of {session.metadata['sample']}"},
+                    headers={"X-Session-ID": f"fork-{header}-{session.metadata['sample']}"},
                 )  # fmt: skip
                 assert answer.status_code == 200
             # The key takes precedence.
@@ -193,8 +193,8 @@ async def test_sessions_that_a_header_selects(client: sglrl.Client) -> None:
         assert [fork.position.last for fork in forks] == [0, 2]
         forks[0].reward(1.0, "first", weight=0.5)
         forks[1].reward(2.0, "second")
-        with pytest.raises(sglrl.UsageError, match="another session has the id 'fork 1 of"):
-            forks[0].accept_header(f"fork 1 of {session.metadata['sample']}")
+        with pytest.raises(sglrl.UsageError, match="another session has the id 'fork-1-"):
+            forks[0].accept_header(f"fork-1-{session.metadata['sample']}")
 
     for _ in range(2):
         async with sglrl.rollout(
@@ -213,6 +213,9 @@ async def test_a_session_without_a_gateway(client: sglrl.Client) -> None:
                 getattr(session, name)
         with pytest.raises(sglrl.UsageError, match="pass gateway=True to rollout"):
             session.accept_header("relay")
+        for wrong in ("", " a", "é", 7):
+            with pytest.raises(sglrl.UsageError, match="session_id must be ASCII characters"):
+                session.accept_header(wrong)  # type: ignore[arg-type]
 
     async def agent(session: sglrl.Session, item: int) -> float:
         await session.generate()
