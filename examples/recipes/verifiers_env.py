@@ -1,36 +1,31 @@
-"""GRPO on an environment of verifiers: a small model learns to repeat a word and nothing else.
+"""Recipe 6: GRPO on an environment of verifiers. A small model learns to write a word and no more.
 
 The taskset, its rewards and its harness are verifiers' own. SGLang needs another version of openai
-than verifiers, so the engine runs in another environment, whose Python is an option::
+than verifiers, so the engine runs in another environment, whose Python is an option. Both need the
+same version of torch::
 
-    pip install 'sglrl[sglang]'                                       # in one environment
-    pip install 'sglrl[gateway,verifiers,smollm2]' tensordict torch uv  # in another one
-    python examples/recipes/verifiers_env.py --python ONE/bin/python --steps 3
+    pip install 'sglrl[sglang,smollm2]'                                    # in one environment
+    pip install 'sglrl[gateway,verifiers,smollm2]' torch==2.11.0 tensordict uv  # in another one
+    python verifiers_env.py --python ONE/bin/python
 
 The harness "null" starts a process for each sample, which takes a second of a core.
 """
 
-import argparse
-import asyncio
+import itertools
 import json
 import random
 from pathlib import Path
-from tempfile import TemporaryDirectory
 
-import torch
 import verifiers.v1 as vf
-from transformers import AutoModelForCausalLM
+from recipe import learn, options
 
 import sglrl
 from sglrl.integrations.verifiers import VerifiersEnv
-from sglrl.rl import group_advantages, has_signal, policy_loss, token_logprobs
-from sglrl.rollouts import stack
 
 # verifiers imports this file by its name, and takes the taskset from it.
 __all__ = ["WordTaskset"]
 
 WORDS = ["river", "stone", "candle", "window", "garden", "pencil", "mirror", "bridge"]
-GROUPS, SAMPLES = 2, 4
 
 
 class WordData(vf.TaskData):
@@ -68,76 +63,23 @@ ENVIRONMENT = {
 }
 
 
-def train(model, optimizer, groups):
-    """Take one step over one batch."""
-    batch = stack(t for group in groups for t in group.trajectories).to(model.device)
-    advantages = torch.cat([group_advantages(group.rewards) for group in groups])
-    advantages = advantages.to(model.device)[batch["sample"]]  # a row for each branch
-    attention = batch["attention_mask"].long()
-    logits = model(input_ids=batch["input_ids"], attention_mask=attention).logits
-    logprobs = token_logprobs(logits, batch["input_ids"])
-    loss, _ = policy_loss(logprobs, batch["logprobs"], advantages, batch["loss_mask"])
-    optimizer.zero_grad()
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-
-
-def mean_of(groups, name):
-    """Return the mean of a metric of verifiers. A trajectory has the metrics of each trace."""
-    records = [t.metadata["traces"][0] for group in groups for t in group.trajectories]
-    return sum(record["metrics"][name] for record in records) / len(records)
-
-
-async def learn(client, model, args):
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    env = VerifiersEnv(ENVIRONMENT)
-    run = sglrl.rollout(
-        client,
-        env.agent,
-        env.tasks(),
-        gateway=True,  # the harness sends requests
-        group_size=SAMPLES,
-        batch_size=GROUPS,
-        max_staleness=0,  # only samples of the current policy
-        keep=has_signal,  # a group with equal rewards has no gradient
-        max_new_tokens=24,
-        timeout=300,
-        seed=args.seed,
+def main():
+    chosen = options(
+        __doc__,
+        groups=8,
+        lr=1e-5,
+        heldout=8,
+        more={"python": ("", "the Python of the environment with SGLang")},
     )
-    async with run:
-        for step in range(args.steps):
-            groups = await run.take(GROUPS, timeout=600)
-            await asyncio.to_thread(train, model, optimizer, groups)
-            with TemporaryDirectory() as folder:  # for update_weights, both need the same torch
-                await asyncio.to_thread(model.save_pretrained, folder)
-                await client.update_weights_from_disk(folder)
-            reward = float(sum(group.rewards.mean() for group in groups) / GROUPS)
-            line = {"step": step, "reward": reward, "characters": mean_of(groups, "characters")}
-            print(f"step {step}: reward {reward:.2f}, {line['characters']:.0f} characters")
-            if args.output:
-                with args.output.open("a") as file:
-                    file.write(json.dumps(line) + "\n")
-
-
-async def main(args):
-    torch.manual_seed(args.seed)
-    folder = sglrl.local_model(args.model)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").to(args.device)
-    async with sglrl.launch(folder, device=args.device, python=args.python) as client:
-        await learn(client, model, args)
-
-
-def options(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="smollm2", help="a folder, or a name on the hub")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--output", type=Path, help="a file for a JSON line of each step")
-    parser.add_argument("--python", help="the Python of the environment with SGLang")
-    return parser.parse_args(arguments)
+    if chosen.python:
+        chosen.engine = json.dumps({"python": chosen.python} | json.loads(chosen.engine))
+    env = VerifiersEnv(ENVIRONMENT)
+    tasks = env.tasks()
+    heldout = [*itertools.islice(tasks, chosen.heldout)]
+    # The agent starts a process for each sample, and the engines do not notice the load.
+    limits = {"gateway": True, "max_new_tokens": 24, "timeout": 300, "concurrency": 32}
+    sglrl.run(learn(chosen, env.agent, tasks, heldout, **limits))
 
 
 if __name__ == "__main__":
-    sglrl.run(main(options()))
+    main()

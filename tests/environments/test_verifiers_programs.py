@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import json
+import csv
 import re
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoModelForCausalLM
 
 import sglrl
+from sglrl.integrations.verifiers import VerifiersEnv
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -47,17 +47,29 @@ async def test_the_recipe(
     pool: sglrl.Client, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples/recipes")
-    import verifiers_env as recipe
+    import recipe
+    import verifiers_env
 
-    file = tmp_path / "lines.jsonl"
-    trained = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
-    monkeypatch.setattr(recipe, "GROUPS", 1)
+    env = VerifiersEnv(verifiers_env.ENVIRONMENT)
+    tasks = env.tasks()
+    heldout = [next(tasks)]
+    values = [
+        f"--model={model}",
+        "--steps=1",
+        "--groups=1",
+        "--samples=4",
+        "--device=cpu",
+        "--signal=0",
+    ]
+    chosen = recipe.options("", [*values, f"--output={tmp_path}"])
     before = pool.weight_version
-    await recipe.learn(pool, trained, recipe.options(["--steps", "1", "--output", str(file)]))
-    (line,) = [json.loads(line) for line in file.read_text().splitlines()]
-    assert line["step"] == 0
-    assert 0 < line["reward"] <= 1.5
-    assert line["characters"] > 0
+    limits = {"gateway": True, "max_new_tokens": 8, "concurrency": 4}
+    await recipe.train(pool, chosen, env.agent, tasks, heldout, **limits)
+    with (tmp_path / "log.csv").open(newline="") as file:
+        first, last = csv.DictReader(file)
+    assert (first["step"], last["step"]) == ("0", "1")
+    assert 0 < float(last["reward"]) <= 1.5
+    assert 0 < float(last["heldout"]) <= 1.5
     assert pool.weight_version == before + 1
     # Other tests need the weights of the folder.
     await pool.update_weights_from_disk(model)
