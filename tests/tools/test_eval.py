@@ -218,6 +218,30 @@ def test_an_agent_has_several_turns(model: str, capsys: pytest.CaptureFixture[st
     assert (both.code, "exclude each other" in both.err) == (2, True)
 
 
+OVER_HTTP = """
+import httpx
+
+async def agent(session, item):
+    headers = {"Authorization": f"Bearer {session.api_key}"}
+    async with httpx.AsyncClient(base_url=session.base_url, headers=headers) as client:
+        for text in item["questions"]:
+            body = {"model": "any", "prompt": text, "max_tokens": 3}
+            (await client.post("/completions", json=body)).raise_for_status()
+    return len(item["questions"])
+"""
+
+
+def test_an_agent_over_http(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    write([{"questions": ["one", "two"]}, {"questions": ["three"]}])
+    agent = f"{module(OVER_HTTP)}:agent"
+    summary = Result(command(model, "--agent", agent, "--gateway", "--json"), capsys).summary
+    assert (summary["mean_score"], summary["tokens"]) == (1.5, 9)
+    without = Result(command(model, "--agent", agent), capsys)
+    assert (without.code, "got none of them" in without.err) == (2, True)
+    alone = Result(command(model, "--gateway"), capsys)
+    assert (alone.code, "--gateway needs --agent" in alone.err) == (2, True)
+
+
 IN_FLIGHT = """
 import asyncio
 

@@ -52,6 +52,10 @@ def evaluate(
             help="Instead of --score: the agent(session, item) of a rollout, for several turns.",
         ),
     ] = None,
+    gateway: Annotated[
+        bool,
+        typer.Option("--gateway", help="The --agent uses session.base_url and session.api_key."),
+    ] = False,
     k: Annotated[
         list[int] | None,
         typer.Option(
@@ -107,6 +111,7 @@ def evaluate(
             template=_json_object("--template", template),
             score=score,
             agent=agent,
+            gateway=gateway,
             k=tuple(k or ()),
             concurrency=concurrency,
             replicas=replicas,

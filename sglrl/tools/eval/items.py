@@ -27,7 +27,7 @@ class Item(msgspec.Struct, frozen=True):
     Attributes:
         line: the number of the line, from 1.
         place: the file and the line number, for error messages.
-        kind: the name of the field that holds the prompt, from ``PROMPTS``.
+        kind: the name of the field that holds the prompt, from ``PROMPTS``, or "" without a prompt.
         fields: all fields of the line.
     """
 
@@ -37,8 +37,11 @@ class Item(msgspec.Struct, frozen=True):
     fields: dict[str, Any]
 
 
-def read_items(path: Path) -> list[Item]:
+def read_items(path: Path, *, optional_prompt: bool = False) -> list[Item]:
     """Return the items of a file with one JSON object per line. Blank lines are skipped.
+
+    Args:
+        optional_prompt: whether an item may have no prompt, because its agent sends one.
 
     Raises:
         UsageError: a line is wrong, or there is no item. The error names the line.
@@ -51,7 +54,7 @@ def read_items(path: Path) -> list[Item]:
         place = f"{path}:{number}"
         try:
             fields = msgspec.json.decode(line, type=dict[str, Any])
-            items.append(Item(number, place, _check(fields), fields))
+            items.append(Item(number, place, _check(fields, optional_prompt), fields))
         except InvalidRequest as error:
             raise InvalidRequest(f"{place}: {error.message}") from None
         # The line is malformed JSON, is not UTF-8, or has too deep brackets.
@@ -68,15 +71,17 @@ def prompt_fields(fields: dict[str, Any]) -> list[str]:
     return [name for name in PROMPTS if fields.get(name) is not None]
 
 
-def _check(fields: dict[str, Any]) -> str:
-    """Check the fields of a line, and return the name of the field that holds the prompt."""
+def _check(fields: dict[str, Any], optional_prompt: bool) -> str:
+    """Check the fields of a line. Return the name of the field that holds the prompt, or ""."""
     given = prompt_fields(fields)
-    if len(given) != 1:
+    if len(given) > 1 or not (given or optional_prompt):
         what = " and ".join(given) or "none of them"
         raise InvalidRequest(f"give exactly one of {', '.join(PROMPTS)}; got {what}")
     for name in WRITTEN:
         if name in fields:
             raise InvalidRequest(f"the output has a field {name!r} of its own; rename this one")
+    if not given:
+        return ""
     (kind,) = given
     value = fields[kind]
     if kind == "prompt":

@@ -34,6 +34,7 @@ class EvalSettings(msgspec.Struct, frozen=True, kw_only=True):
         template: the arguments of the chat template.
         score: the score function, as "module:function". None: no scores, unless there is an agent.
         agent: an agent for samples of several turns, as "module:function". Its reward is the score.
+        gateway: whether the agent uses the session over HTTP. Items then need no prompt.
         k: the values of k for pass@k. Empty: the powers of two from 1 up to ``samples``.
         concurrency: maximum number of samples in flight. None: the number of calls that the engines
             run at once.
@@ -49,6 +50,7 @@ class EvalSettings(msgspec.Struct, frozen=True, kw_only=True):
     template: dict[str, Any] | None = None
     score: str | None = None
     agent: str | None = None
+    gateway: bool = False
     k: tuple[int, ...] = ()
     concurrency: int | None = None
     replicas: int = 1
@@ -61,6 +63,8 @@ class EvalSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if self.score is not None and self.agent is not None:
             raise UsageError("--score and --agent exclude each other: the agent returns the score")
+        if self.gateway and self.agent is None:
+            raise UsageError("--gateway needs --agent, the agent that uses HTTP")
         if self.k and self.score is None and self.agent is None:
             raise UsageError("--k needs --score: without scores there is no pass@k")
         for k in self.k:
@@ -92,7 +96,7 @@ def run_eval(settings: EvalSettings, console: Console) -> Summary:
         UsageError: an option or a line of the input is wrong. The error names the line.
         SglrlError: the engine or the score function failed. The finished items are in the output.
     """
-    items = read_items(settings.input)
+    items = read_items(settings.input, optional_prompt=settings.gateway)
     for item in items:
         if settings.template and item.kind != "messages":
             raise UsageError(f"{item.place}: --template is for messages, and this is {item.kind}")
@@ -150,6 +154,7 @@ async def _sample_items(
             on_error="raise",
             concurrency=s.concurrency,
             open_session=_session,
+            gateway=s.gateway,
             # An item keeps its index, from which its seed is derived.
             state={"next": len(items), "unfinished": left},
             progress=False,
@@ -170,4 +175,4 @@ async def _sample_items(
 
 
 def _session(item: Item) -> dict[str, Any]:
-    return {item.kind: item.fields[item.kind]}
+    return {item.kind: item.fields[item.kind]} if item.kind else {}
