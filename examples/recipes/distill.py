@@ -6,12 +6,10 @@ these answers. The student learns their probabilities: generalized knowledge dis
 forward KL divergence (arXiv:2306.13649).
 """
 
-import random
-
 import numpy as np
 import torch
 from recipe import Policy, engine_of, learn, options
-from sums import PAIRS, agent, exact, item
+from sums import agent, exact, split
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sglrl
@@ -44,6 +42,15 @@ class Student(Policy):
             top_ids, top_logprobs = map(torch.tensor, trajectory.metadata["teacher"])
             ids[row, begin : begin + len(top_ids)] = top_ids
             logprobs[row, begin : begin + len(top_ids)] = top_logprobs
+        tokens, total = batch["loss_mask"].sum(), 0.0
+        for rows in torch.arange(len(ids)).split(64 if self.device == "cuda" else 8):
+            loss = self.divergence(batch[rows], ids[rows], logprobs[rows]) / tokens
+            loss.backward()
+            total += loss.item()
+        return {"loss": total, "norm": self.step()}
+
+    def divergence(self, batch, ids, logprobs):
+        """Return the divergence from the teacher, as a sum over all sampled tokens."""
         batch, ids, logprobs = batch.to(self.device), ids.to(self.device), logprobs.to(self.device)
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
             logits = self.model(batch["input_ids"], batch["attention_mask"].long()).logits
@@ -51,9 +58,7 @@ class Student(Policy):
         own = torch.log_softmax(logits[:, :-1].float(), -1).gather(2, ids[:, 1:])
         mask, wanted = batch["loss_mask"][:, 1:], logprobs[:, 1:]
         terms = wanted.exp() * (wanted.clamp(min=-100) - own)
-        loss = terms.sum(-1)[mask].mean()
-        loss.backward()
-        return {"loss": loss.item(), "norm": self.step()}
+        return terms.sum(-1)[mask].sum()
 
 
 def main():
@@ -61,7 +66,7 @@ def main():
         __doc__,
         model="",
         samples=4,
-        signal=0,
+        filter=0,
         lr=1e-4,
         more={
             "teacher": ("runs/sums/model", "the folder of the model that recipe 1 trained"),
@@ -70,9 +75,7 @@ def main():
     )
     chosen.model = str(chosen.output / "student")
     make_student(chosen.teacher, chosen.model, chosen.layers)
-    chance = random.Random(chosen.seed)
-    heldout, trained = PAIRS[: chosen.heldout], PAIRS[chosen.heldout :]
-    items = (item(chance.choice(trained)) for _ in iter(int, 1))
+    items, heldout = split(chosen)
 
     async def distill():
         async with sglrl.launch(chosen.teacher, **engine_of(chosen)) as teacher:
@@ -88,7 +91,7 @@ def main():
                 chosen,
                 taught,
                 items,
-                [item(pair) for pair in heldout],
+                heldout,
                 policy=Student(chosen),
                 judge=agent,
             )

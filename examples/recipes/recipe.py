@@ -1,27 +1,21 @@
-"""What the recipes share: command-line options, a GRPO trainer, the asynchronous loop and a log.
+"""What the recipes share: command-line options, a GRPO trainer and the asynchronous loop.
 
 Each recipe is a file beside this one. It defines the items and the agent, and calls ``learn``.
 """
 
 import argparse
 import asyncio
-import csv
 import json
 import math
-import time
 from pathlib import Path
 
 import torch
+from log import Log
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import sglrl
 from sglrl.rl import group_advantages, has_signal, policy_loss, token_logprobs
 from sglrl.rollouts import stack
-
-COLUMNS = (
-    *("step", "seconds", "heldout", "reward", "staleness", "tokens_per_s", "update_ms"),
-    *("loss", "norm", "kl", "clipped"),
-)
 
 OPTIONS = {
     "model": ("smollm2", "a folder, a name on the hub, or smollm2"),
@@ -29,7 +23,7 @@ OPTIONS = {
     "steps": (100, "weight updates"),
     "groups": (32, "groups of each step"),
     "samples": (8, "samples of each group"),
-    "signal": (1, "1: leave out groups with equal rewards, which have no gradient. 0: use them"),
+    "filter": (1, "1: leave out groups with equal rewards, which have no gradient. 0: use them"),
     "lr": (2e-5, "learning rate"),
     "seed": (0, "seed of the items, the samples and torch"),
     "every": (10, "steps between evaluations"),
@@ -59,33 +53,6 @@ def engine_of(chosen):
     return {"device": chosen.device} | memory | json.loads(chosen.engine)
 
 
-class Log:
-    """Writes numbers to ``log.csv`` and, if tensorboard is installed, for TensorBoard."""
-
-    def __init__(self, folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        self.begun, self.path = time.perf_counter(), folder / "log.csv"
-        self.path.write_text(",".join(COLUMNS) + "\n")
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            self.board = None
-        else:
-            self.board = SummaryWriter(folder)
-
-    def write(self, step, **values):
-        values = {"step": step, "seconds": time.perf_counter() - self.begun, **values}
-        shown = {name: value for name, value in values.items() if not math.isnan(value)}
-        with self.path.open("a", newline="") as file:
-            row = {name: f"{value:.6g}" for name, value in shown.items()}
-            csv.DictWriter(file, COLUMNS).writerow(row)
-        print("  ".join(f"{name} {value:.4g}" for name, value in shown.items()), flush=True)
-        if self.board is not None:
-            for name, value in shown.items():
-                self.board.add_scalar(name, value, step)
-            self.board.flush()
-
-
 class Policy:
     """The trained model, with weights in float32, and its optimizer."""
 
@@ -99,19 +66,23 @@ class Policy:
 
     def train(self, groups):
         """Take one GRPO step over the groups of a batch. Return numbers for the log."""
-        batch = stack(t for group in groups for t in group.trajectories).to(self.device)
+        batch = stack(t for group in groups for t in group.trajectories)
         advantages = torch.cat([group_advantages(group.rewards) for group in groups])
-        advantages = advantages.to(self.device)[batch["sample"]]  # a row for each branch
-        sampled = batch["loss_mask"].sum()
-        total = 0.0
-        for rows in torch.arange(len(advantages)).split(64):
+        # A trajectory has a row for each of its branches.
+        return self.take_step(batch, advantages[batch["sample"]], batch["loss_mask"].sum().item())
+
+    def take_step(self, batch, advantages, tokens):
+        """Take a step. The loss is a sum over all sampled tokens, divided by ``tokens``."""
+        batch, advantages, total = batch.to(self.device), advantages.to(self.device), 0.0
+        # The logits of a row take 20 MB, and the memory of a CPU is smaller.
+        for rows in torch.arange(len(advantages)).split(64 if self.device == "cuda" else 8):
             part, sign = batch[rows], advantages[rows]
             with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
                 attention = part["attention_mask"].long()
                 logits = self.model(input_ids=part["input_ids"], attention_mask=attention).logits
             logprobs = token_logprobs(logits, part["input_ids"])
-            loss, stats = policy_loss(logprobs, part["logprobs"], sign, part["loss_mask"])
-            loss = loss * part["loss_mask"].sum() / sampled  # the mean over all tokens of the batch
+            mean, stats = policy_loss(logprobs, part["logprobs"], sign, part["loss_mask"])
+            loss = mean * part["loss_mask"].sum() / tokens
             loss.backward()
             total += loss.item()
         return {"loss": total, "norm": self.step(), "kl": stats.kl, "clipped": stats.clipped}
@@ -122,6 +93,11 @@ class Policy:
         self.optimizer.step()
         self.optimizer.zero_grad()
         return norm.item()
+
+    def save(self, folder, tokenizer):
+        """Save the model in bfloat16, with the tokenizer of a folder."""
+        self.model.to(torch.bfloat16).save_pretrained(folder)
+        AutoTokenizer.from_pretrained(tokenizer).save_pretrained(folder)
 
 
 async def learn(chosen, agent, items, heldout, **arguments):
@@ -139,7 +115,8 @@ async def train(client, chosen, agent, items, heldout, policy=None, judge=None, 
     """
     folder = chosen.output
     policy, log = policy or Policy(chosen), Log(folder)
-    (folder / "heldout.jsonl").write_text("".join(f"{json.dumps(item)}\n" for item in heldout))
+    lines = "".join(f"{json.dumps(item)}\n" for item in heldout)
+    (folder / "heldout.jsonl").write_text(lines, encoding="utf-8")
 
     async def score():
         result = await sglrl.evaluate(
@@ -154,7 +131,7 @@ async def train(client, chosen, agent, items, heldout, policy=None, judge=None, 
         group_size=chosen.samples,
         batch_size=chosen.groups,
         max_staleness=1,
-        keep=has_signal if chosen.signal else None,
+        keep=has_signal if chosen.filter else None,
         seed=chosen.seed,
         **arguments,
     )
@@ -174,5 +151,4 @@ async def train(client, chosen, agent, items, heldout, policy=None, judge=None, 
                 update_ms=report.total_ms,
                 **stats,
             )
-    policy.model.to(torch.bfloat16).save_pretrained(folder / "model")
-    AutoTokenizer.from_pretrained(sglrl.local_model(chosen.model)).save_pretrained(folder / "model")
+    policy.save(folder / "model", sglrl.local_model(chosen.model))

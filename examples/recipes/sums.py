@@ -40,12 +40,16 @@ async def agent(session, item):
     return exact(item, turn.text)
 
 
+def split(chosen):
+    """Return the items to train on, without end, and the held-out items."""
+    chance, trained = random.Random(chosen.seed), PAIRS[chosen.heldout :]
+    items = (item(chance.choice(trained)) for _ in iter(int, 1))
+    return items, [item(pair) for pair in PAIRS[: chosen.heldout]]
+
+
 def main():
     chosen = options(__doc__)
-    chance = random.Random(chosen.seed)
-    heldout, trained = PAIRS[: chosen.heldout], PAIRS[chosen.heldout :]
-    items = (item(chance.choice(trained)) for _ in iter(int, 1))  # without end
-    sglrl.run(learn(chosen, agent, items, [item(pair) for pair in heldout]))
+    sglrl.run(learn(chosen, agent, *split(chosen)))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import importlib
 import json
+import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,9 @@ from transformers import AutoModelForCausalLM
 import sglrl
 
 RECIPES = Path(__file__).parents[2] / "examples/recipes"
-NAMES = ("sums", "tools", "distill", "gateway", "verifiers_env")
+NAMES = ("sums", "tools", "distill", "gateway", "fsdp", "verifiers_env")
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 STEP = ["--device", "cpu", "--steps", "1", "--groups", "1", "--samples", "2", "--heldout", "2"]
 
 
@@ -42,7 +47,7 @@ def log_of(folder: str) -> list[dict[str, str]]:
 
 def test_each_recipe_is_a_small_file() -> None:
     found = {path.stem: path for path in RECIPES.glob("*.py")}
-    assert found.keys() == {*NAMES, "recipe", "plot"}
+    assert found.keys() == {*NAMES, "recipe", "log"}
     for name in NAMES:
         assert len(found[name].read_text().splitlines()) < 150
 
@@ -158,7 +163,7 @@ def test_the_calculator(recipe: Any) -> None:
 @pytest.mark.parametrize("name", ["tools", "gateway"])
 def test_a_step(recipe: Any, name: str) -> None:
     # A random model is never right, so its groups have no signal.
-    recipe(name, *STEP, "--model", "tiny", "--signal", "0").main()
+    recipe(name, *STEP, "--model", "tiny", "--filter", "0").main()
     first, last = log_of(f"runs/{name}")
     assert (first["step"], last["step"], last["staleness"]) == ("0", "1", "0")
     assert float(last["update_ms"]) > 0
@@ -181,11 +186,46 @@ def test_distillation(recipe: Any) -> None:
     assert torch.equal(student.model.layers[0].mlp.down_proj.weight, kept)
 
 
+def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in two ranks."""
+    done = subprocess.run(
+        [*TORCHRUN, *arguments], capture_output=True, text=True, timeout=600, env=ENVIRONMENT
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_a_sharded_step_is_that_of_one_policy(tmp_path: Path) -> None:
+    seed = random.randrange(1 << 30)
+    print(f"{seed = }")
+    program = str(Path(__file__).with_name("fsdp_program.py"))
+    done = torchrun(program, str(RECIPES), sglrl.local_model("tiny"), str(tmp_path), str(seed))
+    sharded, whole = json.loads(done.stdout.splitlines()[-1])
+    assert sharded == pytest.approx(whole, rel=1e-4)
+    assert whole > 0
+    one, other = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / name, dtype=torch.float32).state_dict()
+        for name in ("sharded", "whole")
+    )
+    before = AutoModelForCausalLM.from_pretrained(sglrl.local_model("tiny")).state_dict()
+    for name, tensor in other.items():
+        # Adam's first step is about the learning rate, 0.01, for every weight.
+        torch.testing.assert_close(one[name], tensor, atol=2e-3, rtol=1e-2)
+    assert any((other[name] - before[name]).abs().max() > 5e-3 for name in other)
+
+
+def test_recipe_5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    torchrun(str(RECIPES / "fsdp.py"), *STEP, "--model", "tiny", "--filter", "0")
+    assert [row["step"] for row in log_of("runs/fsdp")] == ["0", "1"]
+    assert Path("runs/fsdp/model/model.safetensors").exists()
+
+
 def test_the_plot(recipe: Any, tmp_path: Path) -> None:
-    plot = recipe("plot")
+    log = recipe("log")
     for seed in range(2):
         folder = tmp_path / f"run-{seed}"
         folder.mkdir()
         (folder / "log.csv").write_text("step,seconds,heldout\n0,30,0.1\n1,31,\n2,32,0.5\n")
-    plot.plot([tmp_path / "run-0", tmp_path / "run-1"], tmp_path / "made.png", "sums")
+    log.plot([tmp_path / "run-0", tmp_path / "run-1"], tmp_path / "made.png", "sums")
     assert (tmp_path / "made.png").read_bytes().startswith(b"\x89PNG")

@@ -59,7 +59,7 @@ async def test_the_recipe(
         "--groups=1",
         "--samples=4",
         "--device=cpu",
-        "--signal=0",
+        "--filter=0",
     ]
     chosen = recipe.options("", [*values, f"--output={tmp_path}"])
     before = pool.weight_version
