@@ -106,15 +106,18 @@ async def learn(chosen, agent, items, heldout, **arguments):
         await train(client, chosen, agent, items, heldout, **arguments)
 
 
-async def train(client, chosen, agent, items, heldout, policy=None, judge=None, **arguments):
+async def train(
+    client, chosen, agent, items, heldout, policy=None, judge=None, log=None, **arguments
+):
     """Train a policy: sample with the weights of this step or the last one, train, and update.
 
-    ``judge`` is the agent for the held-out items, if it is another one. ``arguments`` are further
-    arguments of ``sglrl.rollout`` and ``sglrl.evaluate``, for example sampling parameters. The log,
-    the held-out items and the trained model are in ``chosen.output``.
+    ``judge`` is the agent for the held-out items, if it is another one. ``log`` replaces the
+    ``Log``. ``arguments`` are further arguments of ``sglrl.rollout`` and ``sglrl.evaluate``, for
+    example sampling parameters. The log, the held-out items and the trained model are in
+    ``chosen.output``.
     """
     folder = chosen.output
-    policy, log = policy or Policy(chosen), Log(folder)
+    policy, log = policy or Policy(chosen), log or Log(folder)
     lines = "".join(f"{json.dumps(item)}\n" for item in heldout)
     (folder / "heldout.jsonl").write_text(lines, encoding="utf-8")
 
