@@ -30,7 +30,9 @@ _START_SECONDS = 600.0
 
 def main(
     json: Json = None,
-    model: Annotated[str, typer.Option(help="A folder, a name on the hub, or smollm2.")] = "smollm2",
+    model: Annotated[
+        str, typer.Option(help="A folder, a name on the hub, or smollm2.")
+    ] = "smollm2",
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cuda",
     target: Annotated[float, typer.Option(help="The held-out score that ends a run.")] = 0.8,
     seconds: Annotated[float, typer.Option(help="The longest run of a system.")] = 900.0,

@@ -95,13 +95,21 @@ class Watch(recipe.Log):
             self.startup_s = time.time() - psutil.Process().create_time()
             self.began = self.ended
             if self.chosen.device == "cuda":
-                self.busy.start()
+                self._poll()
         else:
             self.rates.append(values["tokens_per_s"])
         if not math.isnan(heldout):
             self.scores.append(heldout)
         if self.scores[-1] >= self.target or self.ended - self.began >= self.limit:
             raise Finished
+
+    def _poll(self) -> None:
+        try:
+            torch.cuda.utilization()
+        except Exception as error:  # NVML has many errors, and its package may be missing
+            self.note(f"cannot measure how busy the GPU is: {error}")
+        else:
+            self.busy.start()
 
     def figures(self, sampling_tokens_per_s: float | None = None) -> dict[str, Any]:
         """Return the figures of the run. Times are in seconds."""
@@ -314,6 +322,14 @@ def torchrl(note: Note, arguments: list[str], target: float, seconds: float) -> 
     batch = chosen.groups * chosen.samples
     answers: dict[str, str] = {}
 
+    class Sampler(TransformersWrapper):  # type: ignore[misc]
+        """Return the logprob of each sampled token. TorchRL 0.14 sets the first one to 0."""
+
+        @classmethod
+        def _log_probs_generate(cls, tokens: Any, logits: Any, **_: Any) -> Any:
+            logprobs = logits.float().log_softmax(-1)
+            return logprobs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), logits
+
     class Exact(Transform):  # type: ignore[misc]
         def _step(self, tensordict: Any, next_tensordict: Any) -> Any:
             text = tensordict["text"]
@@ -348,7 +364,7 @@ def torchrl(note: Note, arguments: list[str], target: float, seconds: float) -> 
         transform=MCAdvantage(grpo_size=chosen.samples, prompt_key="query"),
     )
     wrapped = {"tokenizer": tokenizer, "device": torch.device(chosen.device)}
-    sampler = TransformersWrapper(
+    sampler = Sampler(
         model, input_mode="text", generate_kwargs={**SAMPLING, "top_k": None}, **wrapped
     )
     collector = LLMCollector(
@@ -375,7 +391,7 @@ def torchrl(note: Note, arguments: list[str], target: float, seconds: float) -> 
             parts = list(buffer)
             for part in parts:
                 rewards.append(part["next", "reward"].mean().item())
-                part_loss = loss(with_full_logprobs(part).to(chosen.device)).mean(reduce=True)
+                part_loss = loss(with_full_logprobs(part).to(chosen.device)).loss_objective
                 (part_loss / len(parts)).backward()
                 total += part_loss.item() / len(parts)
             norm = policy.step()
