@@ -6,6 +6,8 @@ train the same model on the same items until the held-out score reaches a target
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,15 +16,12 @@ import typer
 
 from sglrl.launching.tiny_model import tiny_model
 
-from . import trainers_parts
+from .parts import ROOT, Note
 from .report import Json, Report, ratio
 
 _OURS, _TRL, _TORCHRL = "sglrl", "TRL, transformers", "TorchRL, transformers"
-_SYSTEMS = {
-    _OURS: ("sglrl", trainers_parts.ours),
-    _TRL: ("trl", trainers_parts.trl),
-    _TORCHRL: ("torchrl", trainers_parts.torchrl),
-}
+_SYSTEMS = {_OURS: "sglrl", _TRL: "trl", _TORCHRL: "torchrl"}
+"""The names of the systems, which are those of their folders, by title."""
 _PEERS = (_TRL, _TORCHRL)
 _START_SECONDS = 600.0
 """The longest start of a system, with its first evaluation and its last step."""
@@ -54,9 +53,9 @@ def main(
     if quick:
         model, device = str(tiny_model()), "cpu"
         steps, groups, samples, signal, every, heldout = 2, 2, 2, 0, 1, 2
-    known = [name for name, _ in _SYSTEMS.values()]
-    if wrong := set(system or ()) - set(known):
-        raise typer.BadParameter(f"unknown system {sorted(wrong)}, expected one of {known}")
+    if wrong := set(system or ()) - set(_SYSTEMS.values()):
+        known = ", ".join(_SYSTEMS.values())
+        raise typer.BadParameter(f"unknown system {', '.join(wrong)}, expected one of {known}")
     options: dict[str, Any] = {"model": model, "device": device, "steps": steps, "groups": groups}
     options |= {"samples": samples, "signal": signal, "lr": lr, "every": every}
     options |= {"heldout": heldout, "seed": seed, "engine": engine}
@@ -65,8 +64,10 @@ def main(
     output = output.absolute()
     report = Report("trainers", json)
     plan = {
-        title: partial(part, arguments=[*given, "--output", str(output / name)], **limits)
-        for title, (name, part) in _SYSTEMS.items()
+        title: partial(
+            train, name=name, arguments=[*given, "--output", str(output / name)], **limits
+        )
+        for title, name in _SYSTEMS.items()
         if not system or name in system
     }
     results = report.measure(plan, limit=seconds + _START_SECONDS)
@@ -91,16 +92,18 @@ def main(
         faster = ratio(times.get(peer), times.get(_OURS))
         report.target(f"times faster to the score than {peer}", 1.0, faster)
     if plot is not None:
-        draw(output, [_SYSTEMS[title][0] for title in results], plot)
+        folders = [output / _SYSTEMS[title] for title in results]
+        program = ROOT / "examples/recipes/plot.py"
+        given = ["--output", str(plot), "--title", "recipe 1"]
+        subprocess.run([sys.executable, program, *folders, *given], check=True)
     report.finish(may_fail=_PEERS, options=options | limits, systems=results)
 
 
-def draw(output: Path, names: list[str], file: Path) -> None:
-    """Draw the scores of all systems over the steps and over the seconds."""
-    # It is beside the recipe, whose folder ``trainers_parts`` adds to the path.
-    from plot import plot as drawn
+def train(note: Note, *, name: str, **arguments: Any) -> Any:
+    """Train with a system. Only the process of the system imports torch."""
+    from . import trainers_parts
 
-    drawn([output / name for name in names], file, "recipe 1: sums")
+    return getattr(trainers_parts, f"train_{name}")(note, **arguments)
 
 
 if __name__ == "__main__":

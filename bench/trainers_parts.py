@@ -194,7 +194,9 @@ def evaluate(generate: Any, tokenizer: Any, items: list[dict[str, Any]], device:
     return statistics.mean(map(sums.exact, items, texts))
 
 
-async def ours(note: Note, arguments: list[str], target: float, seconds: float) -> dict[str, Any]:
+async def train_sglrl(
+    note: Note, arguments: list[str], target: float, seconds: float
+) -> dict[str, Any]:
     """Recipe 1 as it is: SGLang samples while the trainer trains, at most one version behind."""
     chosen = recipe.options("", arguments)
     items, heldout = data(chosen)
@@ -205,7 +207,7 @@ async def ours(note: Note, arguments: list[str], target: float, seconds: float) 
     return watch.figures()
 
 
-def trl(note: Note, arguments: list[str], target: float, seconds: float) -> dict[str, Any]:
+def train_trl(note: Note, arguments: list[str], target: float, seconds: float) -> dict[str, Any]:
     """TRL's ``GRPOTrainer`` with its own generation by transformers, without vLLM."""
     from datasets import Dataset
     from transformers import PrinterCallback, TrainerCallback
@@ -293,7 +295,9 @@ def trl(note: Note, arguments: list[str], target: float, seconds: float) -> dict
     return watch.figures(meter.rate())
 
 
-def torchrl(note: Note, arguments: list[str], target: float, seconds: float) -> dict[str, Any]:
+def train_torchrl(
+    note: Note, arguments: list[str], target: float, seconds: float
+) -> dict[str, Any]:
     """TorchRL's collector, ``ChatEnv``, ``MCAdvantage`` and ``GRPOLoss``, on transformers.
 
     TorchRL's own path to SGLang cannot train on one GPU: its ``SGLangWeightSyncScheme`` forms an

@@ -6,6 +6,7 @@ They use the fabric's parts where the client expects a pool, and must follow cha
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import os
 import subprocess
@@ -91,6 +92,23 @@ def test_the_gateway_bench_measures_the_cost_of_http(tmp_path: Path) -> None:
     (target,) = document["asked"]
     assert target["measured"] == pytest.approx(row["gateway_us"] - row["direct_us"])
     assert target["verdict"] == ("ok" if target["measured"] <= target["asked"] else "short")
+
+
+@pytest.mark.parametrize("system", ["sglrl", "trl", "torchrl"])
+def test_the_trainers_bench_trains_with_each_system(system: str, tmp_path: Path) -> None:
+    options = ["--quick", "--system", system, "--output", str(tmp_path)]
+    options += ["--plot", str(tmp_path / "plot.png")]
+    document = run_bench("trainers", *options, file=tmp_path / "trainers.json")
+    (figures,) = document["systems"].values()
+    assert figures["steps"] == 2
+    assert not figures["reached"]
+    assert min(figures["startup_s"], figures["train_s"], figures["tokens_per_s"]) > 0
+    with (tmp_path / system / "log.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["step"] for row in rows] == ["0", "1", "2"]
+    assert all(0 <= float(row["heldout"]) <= 1 for row in rows)
+    assert all(float(row["tokens_per_s"]) > 0 and row["reward"] for row in rows[1:])
+    assert (tmp_path / "plot.png").stat().st_size > 0
 
 
 async def test_the_genlm_bench_asks_for_prompts_that_grow() -> None:
