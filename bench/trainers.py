@@ -91,7 +91,7 @@ def main(
     for peer in _PEERS:
         faster = ratio(times.get(peer), times.get(_OURS))
         report.target(f"times faster to the score than {peer}", 1.0, faster)
-    if plot is not None:
+    if plot is not None and results:
         folders = [output / _SYSTEMS[title] for title in results]
         program = ROOT / "examples/recipes/plot.py"
         given = ["--output", str(plot), "--title", "recipe 1"]

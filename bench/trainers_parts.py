@@ -387,15 +387,20 @@ def train_torchrl(
     def score() -> float:
         return evaluate(meter.plain, tokenizer, heldout, chosen.device)
 
-    with contextlib.suppress(Finished), autocast(chosen.device):
+    with contextlib.suppress(Finished):
         watch.write(0, heldout=score())
         meter.step_rate()
-        for step, _ in enumerate(collector, 1):
+        batches = iter(collector)
+        for step in range(1, chosen.steps + 1):
             rewards, total = [], 0.0
+            # Autocast keeps converted weights until it ends, so it must end before each update.
+            with autocast(chosen.device):
+                next(batches)
             parts = list(buffer)
             for part in parts:
                 rewards.append(part["next", "reward"].mean().item())
-                part_loss = loss(with_full_logprobs(part).to(chosen.device)).loss_objective
+                with autocast(chosen.device):
+                    part_loss = loss(with_full_logprobs(part).to(chosen.device)).loss_objective
                 (part_loss / len(parts)).backward()
                 total += part_loss.item() / len(parts)
             norm = policy.step()
