@@ -38,7 +38,7 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="The most weight updates.")] = 400,
     groups: Annotated[int, typer.Option(min=1, help="Prompts of a step.")] = 32,
     samples: Annotated[int, typer.Option(min=2, help="Samples of a prompt.")] = 8,
-    signal: Annotated[int, typer.Option(help="The recipe's; 0: keep groups of equal rewards.")] = 1,
+    filter: Annotated[int, typer.Option(help="The recipe's; 0: keep groups of equal rewards.")] = 1,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 2e-5,
     every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 5,
     heldout: Annotated[int, typer.Option(min=1, help="Held-out items.")] = 64,
@@ -52,12 +52,12 @@ def main(
     """Measure the time to a held-out score, tokens/s, and how busy the GPU is."""
     if quick:
         model, device = str(tiny_model()), "cpu"
-        steps, groups, samples, signal, every, heldout = 2, 2, 2, 0, 1, 2
+        steps, groups, samples, filter, every, heldout = 2, 2, 2, 0, 1, 2
     if wrong := set(system or ()) - set(_SYSTEMS.values()):
         known = ", ".join(_SYSTEMS.values())
         raise typer.BadParameter(f"unknown system {', '.join(wrong)}, expected one of {known}")
     options: dict[str, Any] = {"model": model, "device": device, "steps": steps, "groups": groups}
-    options |= {"samples": samples, "signal": signal, "lr": lr, "every": every}
+    options |= {"samples": samples, "filter": filter, "lr": lr, "every": every}
     options |= {"heldout": heldout, "seed": seed, "engine": engine}
     given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     limits = {"target": target, "seconds": seconds}
@@ -93,7 +93,7 @@ def main(
         report.target(f"times faster to the score than {peer}", 1.0, faster)
     if plot is not None and results:
         folders = [output / _SYSTEMS[title] for title in results]
-        program = ROOT / "examples/recipes/plot.py"
+        program = ROOT / "examples/recipes/log.py"
         given = ["--output", str(plot), "--title", "recipe 1"]
         subprocess.run([sys.executable, program, *folders, *given], check=True)
     report.finish(may_fail=_PEERS, options=options | limits, systems=results)

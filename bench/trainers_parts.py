@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import random
 import statistics
 import sys
 import threading
@@ -160,14 +159,6 @@ class Meter:
         return self.total_tokens / self.total_seconds if self.total_seconds else None
 
 
-def data(chosen: Any) -> tuple[Iterator[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the items of recipe 1 without end, and the held-out items."""
-    chance = random.Random(chosen.seed)
-    heldout, trained = sums.PAIRS[: chosen.heldout], sums.PAIRS[chosen.heldout :]
-    items = (sums.item(chance.choice(trained)) for _ in iter(int, 1))
-    return items, [sums.item(pair) for pair in heldout]
-
-
 def rendered(tokenizer: Any, item: dict[str, Any]) -> str:
     """Return the text of an item's prompt."""
     return tokenizer.apply_chat_template(
@@ -199,7 +190,7 @@ async def train_sglrl(
 ) -> dict[str, Any]:
     """Recipe 1 as it is: SGLang samples while the trainer trains, at most one version behind."""
     chosen = recipe.options("", arguments)
-    items, heldout = data(chosen)
+    items, heldout = sums.split(chosen)
     watch = Watch(chosen, target, seconds, note)
     with contextlib.suppress(Finished):
         async with sglrl.launch(chosen.model, **recipe.engine_of(chosen)) as client:
@@ -214,7 +205,7 @@ def train_trl(note: Note, arguments: list[str], target: float, seconds: float) -
     from trl import GRPOConfig, GRPOTrainer
 
     chosen = recipe.options("", arguments)
-    items, heldout = data(chosen)
+    items, heldout = sums.split(chosen)
     watch = Watch(chosen, target, seconds, note)
     tokenizer = AutoTokenizer.from_pretrained(sglrl.local_model(chosen.model))
     model = recipe.Policy(chosen).model
@@ -312,7 +303,7 @@ def train_torchrl(
     from torchrl.objectives.llm import GRPOLoss, MCAdvantage
 
     chosen = recipe.options("", arguments)
-    items, heldout = data(chosen)
+    items, heldout = sums.split(chosen)
     watch = Watch(chosen, target, seconds, note)
     tokenizer = AutoTokenizer.from_pretrained(sglrl.local_model(chosen.model))
     policy = recipe.Policy(chosen)
