@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import sglrl
 
 RECIPES = Path(__file__).parents[2] / "examples/recipes"
-NAMES = ("sums", "tools", "distill", "gateway", "fsdp", "verifiers_env")
+NAMES = ("sums", "calculator", "distill", "sorting", "fsdp", "verifiers_env")
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 STEP = ["--device", "cpu", "--steps", "1", "--groups", "1", "--samples", "2", "--heldout", "2"]
@@ -112,9 +112,13 @@ def test_what_recipe_1_trains_on(recipe: Any, smollm2: str, monkeypatch: Any) ->
                 assert trajectory.loss_mask.all()
                 assert len(trajectory.loss_mask) == len(trajectory.response_ids)
                 assert set(trajectory.versions) <= {*range(len(versions))}
-                by_version = np.stack([reference_logprobs(m, trajectory) for m in versions])
-                expected = by_version[trajectory.versions, np.arange(len(trajectory.versions))]
-                np.testing.assert_allclose(trajectory.logprobs, expected, atol=1e-3, rtol=0)
+                # After an update, a running request continues with its KV cache of the old weights,
+                # so only the tokens before it have the logprobs of one version.
+                first = trajectory.versions == trajectory.versions[0]
+                expected = reference_logprobs(versions[trajectory.versions[0]], trajectory)
+                np.testing.assert_allclose(
+                    trajectory.logprobs[first], expected[first], atol=1e-3, rtol=0
+                )
                 checked += 1
             assert group.staleness <= 1
         expected_loss = surrogate(model, groups)
@@ -141,7 +145,7 @@ def test_items_for_training_are_not_held_out(recipe: Any) -> None:
     assert sums.item((3, 4))["answer"] == "7"
     assert sums.exact({"answer": "7"}, " 7\n") == 1
     assert sums.exact({"answer": "7"}, "17") == 0
-    for name in ("tools", "gateway"):
+    for name in ("calculator", "sorting"):
         module = recipe(name)
         held = random.Random("held out")
         asked = {json.dumps(module.item(held)) for _ in range(64)}
@@ -153,14 +157,14 @@ def test_items_for_training_are_not_held_out(recipe: Any) -> None:
 
 
 def test_the_calculator(recipe: Any) -> None:
-    tools = recipe("tools")
-    assert tools.calculate("CALC 12 * 31") == "372"
-    assert tools.calculate(" CALC 100 - 7\n") == "93"
+    calculator = recipe("calculator")
+    assert calculator.calculate("CALC 12 * 31") == "372"
+    assert calculator.calculate(" CALC 100 - 7\n") == "93"
     for text in ("12 * 31", "CALC 12 / 3", "CALC 1 + 2 + 3", "CALC " + "9" * 7 + " * 2", ""):
-        assert tools.calculate(text) == "error"
+        assert calculator.calculate(text) == "error"
 
 
-@pytest.mark.parametrize("name", ["tools", "gateway"])
+@pytest.mark.parametrize("name", ["calculator", "sorting"])
 def test_a_step(recipe: Any, name: str) -> None:
     # A random model is never right, so its groups have no signal.
     recipe(name, *STEP, "--model", "tiny", "--filter", "0").main()

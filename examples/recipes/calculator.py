@@ -1,8 +1,8 @@
 """Recipe 2: GRPO teaches SmolLM2-135M to use a calculator, in its own chat format.
 
-``python tools.py`` takes a few minutes on a GPU. The model reads a small story, writes a call such
-as ``CALC 12 * 31``, gets the result in a message, and answers. Only a right answer is rewarded. The
-model could not compute most of the answers by itself.
+``python calculator.py`` takes a few minutes on a GPU. The model reads a small story, writes a call
+such as ``CALC 12 * 31``, gets the result in a message, and answers. Only a right answer is
+rewarded. The model could not compute most of the answers by itself.
 """
 
 import operator

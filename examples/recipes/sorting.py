@@ -1,6 +1,6 @@
 """Recipe 4: an agent that knows nothing of sglrl learns to sort words, over OpenAI's API.
 
-``python gateway.py`` takes a few minutes on a GPU. The agent is ordinary code for the package
+``python sorting.py`` takes a few minutes on a GPU. The agent is ordinary code for the package
 openai: it gets a URL and a key, and keeps the conversation itself. sglrl turns its HTTP requests
 into trajectories with the tokens that were sampled.
 """
