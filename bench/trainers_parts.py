@@ -14,7 +14,8 @@ import statistics
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import psutil
@@ -101,6 +102,24 @@ class Watch(recipe.Log):
             self.scores.append(heldout)
         if self.scores[-1] >= self.target or self.ended - self.began >= self.limit:
             raise Finished
+
+    def write_step(
+        self,
+        step: int,
+        score: Callable[[], float],
+        rewards: list[float],
+        meter: Meter,
+        **values: float,
+    ) -> None:
+        """Write the row of a step whose samples are of the current policy, and evaluate if due."""
+        self.write(
+            step,
+            heldout=score() if self.due(step) else math.nan,
+            reward=statistics.mean(rewards),
+            staleness=0.0,
+            tokens_per_s=meter.step_rate(),
+            **values,
+        )
 
     def _poll(self) -> None:
         try:
@@ -220,19 +239,12 @@ def train_trl(note: Note, arguments: list[str], target: float, seconds: float) -
         ]
         return list(rewards)
 
-    def score() -> float:
-        return evaluate(meter.plain, tokenizer, heldout, chosen.device)
+    score = partial(evaluate, meter.plain, tokenizer, heldout, chosen.device)
 
     class Writer(TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             step = state.global_step
-            watch.write(
-                step,
-                heldout=score() if watch.due(step) else math.nan,
-                reward=statistics.mean(rewards),
-                staleness=0.0,
-                tokens_per_s=meter.step_rate(),
-            )
+            watch.write_step(step, score, rewards, meter)
 
     batch = chosen.groups * chosen.samples
     rows = math.gcd(ROWS, batch)
@@ -375,8 +387,7 @@ def train_torchrl(
         entropy_bonus=False,
     )
 
-    def score() -> float:
-        return evaluate(meter.plain, tokenizer, heldout, chosen.device)
+    score = partial(evaluate, meter.plain, tokenizer, heldout, chosen.device)
 
     with contextlib.suppress(Finished):
         watch.write(0, heldout=score())
@@ -395,15 +406,7 @@ def train_torchrl(
                 (part_loss / len(parts)).backward()
                 total += part_loss.item() / len(parts)
             norm = policy.step()
-            watch.write(
-                step,
-                heldout=score() if watch.due(step) else math.nan,
-                reward=statistics.mean(rewards),
-                staleness=0.0,
-                tokens_per_s=meter.step_rate(),
-                loss=total,
-                norm=norm,
-            )
+            watch.write_step(step, score, rewards, meter, loss=total, norm=norm)
     return watch.figures(meter.rate())
 
 

@@ -17,10 +17,9 @@ from msgspec.structs import force_setattr
 
 from .errors import UsageError
 
-LOCAL_MODELS: Final = ("tiny", "smollm2")
-"""Names of models that sglrl makes, so that they need no hub."""
-MAKE_SECONDS: Final = 1800.0
-"""Maximum seconds in which another process makes such a model, which may include a download."""
+LOCAL_MODELS: Final = {"tiny": 60.0, "smollm2": 1800.0}
+"""The models that sglrl makes, so that they need no hub. The values are the maximum seconds in
+which another process makes them. "smollm2" may be downloaded."""
 ROUTING_STRATEGIES = ("prefix-aware", "requests", "kv-cache", "round-robin")
 
 

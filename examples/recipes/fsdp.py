@@ -21,14 +21,12 @@ from sglrl.weights import gather
 
 
 class Sharded(Policy):
-    """A policy of which each rank has a part. Rank 0 tells the others what to do."""
+    """A policy that is sharded over all ranks. Rank 0 sends each step to the other ranks."""
 
-    def __init__(self, chosen):
-        super().__init__(chosen)
-        for layer in self.model.model.layers:
+    def place(self, model):
+        for layer in model.model.layers:
             fully_shard(layer)
-        fully_shard(self.model)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=chosen.lr, betas=(0.9, 0.99))
+        return fully_shard(model)
 
     def take_step(self, batch, advantages, tokens):
         self.tell("step", batch, advantages, tokens)

@@ -61,8 +61,12 @@ class Policy:
         model = AutoModelForCausalLM.from_pretrained(
             sglrl.local_model(chosen.model), dtype=torch.float32
         )
-        self.model, self.device = model.to(chosen.device), chosen.device
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=chosen.lr, betas=(0.9, 0.99))
+        self.device, self.model = chosen.device, self.place(model.to(chosen.device))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=chosen.lr, betas=(0.9, 0.99))
+
+    def place(self, model):
+        """Return the model as it is trained. Recipe 5 shards it here."""
+        return model
 
     def train(self, groups):
         """Take one GRPO step over the groups of a batch. Return numbers for the log."""

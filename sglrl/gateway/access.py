@@ -81,9 +81,7 @@ class Access:
                 raise HttpError(404, f"there is no session {id_!r}, or it has ended")
             if not hmac.compare_digest(key.encode(), opened.key.encode()):
                 self.check_key(key)
-            opened.used = asyncio.get_running_loop().time()
-            return opened
-        if key.startswith(KEY_PREFIX):
+        elif key.startswith(KEY_PREFIX):
             opened = self._registry.by_key(key)
             if opened is None:
                 raise HttpError(
@@ -92,14 +90,13 @@ class Access:
                     "authentication_error",
                     "invalid_api_key",
                 )
-            opened.used = asyncio.get_running_loop().time()
-            return opened
-        opened = self._registry.by_header(request.headers.get("x-session-id", ""))
-        if opened is not None:
-            opened.used = asyncio.get_running_loop().time()
-            return opened
-        self.check_key(key)
-        return None
+        else:
+            opened = self._registry.by_header(request.headers.get("x-session-id", ""))
+            if opened is None:
+                self.check_key(key)
+                return None
+        opened.used = asyncio.get_running_loop().time()
+        return opened
 
     def check_key(self, key: str) -> None:
         wanted = self._settings.api_key

@@ -41,10 +41,12 @@ class OpenSession:
 
     __slots__ = ("conversations", "header", "id", "key", "requests", "store", "used")
 
-    def __init__(self, conversations: Conversations, used: float, process: int) -> None:
+    def __init__(
+        self, conversations: Conversations, used: float, process: int, header: str
+    ) -> None:
         self.id = f"{process}-{secrets.token_urlsafe(12)}"
         self.key = f"{KEY_PREFIX}{process}-{secrets.token_urlsafe(24)}"
-        self.header = ""
+        self.header = header
         self.conversations = conversations
         self.used = used
         self.requests = 0
@@ -101,9 +103,8 @@ class Registry:
         """
         if header in self._by_header:
             raise UsageError(f"another session has the id {header!r:.200}")
-        made = OpenSession(Conversations(session), self._now(), self._process)
+        made = OpenSession(Conversations(session), self._now(), self._process, header)
         if header:
-            made.header = header
             self._by_header[header] = made
         self._by_id[made.id] = self._by_key[made.key] = made
         if self._expiring is None:

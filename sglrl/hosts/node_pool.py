@@ -14,7 +14,7 @@ from typing import Final
 
 import msgspec
 
-from ..config import LOCAL_MODELS, MAKE_SECONDS
+from ..config import LOCAL_MODELS
 from ..driver.fork_server import ForkConnection, ForkServer, fork_server, import_variables
 from ..errors import SglrlError, WorkerStartError
 from ..transport.system_limits import no_file
@@ -193,12 +193,13 @@ async def _local_model(model: str) -> str:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
+    seconds = LOCAL_MODELS[model]
     try:
-        async with asyncio.timeout(MAKE_SECONDS):
+        async with asyncio.timeout(seconds):
             output, errors = await made.communicate()
     except TimeoutError:
         raise WorkerStartError(
-            f"this host did not make the model {model!r} within {MAKE_SECONDS:g} s"
+            f"this host did not make the model {model!r} within {seconds:g} s"
         ) from None
     finally:
         if made.returncode is None:

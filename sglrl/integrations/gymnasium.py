@@ -134,15 +134,14 @@ class _Episode:
             self._env = await self._run(make)
             try:
                 yield
-            except asyncio.CancelledError:
-                # A step that runs cannot be interrupted, so do not wait for it. The thread closes
-                # the environment after the step.
-                self._close_later()
-                raise
-            except BaseException:
-                await self.call("close")
-                raise
-            await self.call("close")
+            finally:
+                task = asyncio.current_task()
+                if task is not None and task.cancelling():
+                    # A step that runs cannot be interrupted, so do not wait for it. The thread
+                    # closes the environment after the step.
+                    self._close_later()
+                else:
+                    await self.call("close")
         finally:
             self._thread.shutdown(wait=False)
 

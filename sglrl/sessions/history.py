@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, NamedTuple, SupportsFloat
+from typing import Any, Final, NamedTuple
 
 from msgspec.structs import force_setattr
 
@@ -15,7 +15,7 @@ from ..inference.prompts import Message
 from ..inference.tokens import without_surrogates
 from .arrays import joined_rows, routed_stop
 from .observations import Dialogue, Observation, answer_of
-from .rewards import Rewards, RewardValue
+from .rewards import Rewards
 from .session_spec import SessionSpec
 from .trajectory import Trajectory
 
@@ -228,19 +228,13 @@ class History:
         answer = answer_of(self._specs[turn], tokens, dialogue, ended, self._said[turn])
         return [*map(dict, dialogue.messages), answer]
 
-    def reward(
-        self,
-        last: int,
-        value: RewardValue,
-        name: str,
-        call: str,
-        whole: bool,
-        weight: SupportsFloat | None = None,
-    ) -> None:
-        """Add a reward as ``Session.reward`` does.
+    def rewarded_turn(self, last: int, call: str = "") -> int:
+        """Return the turn to which a reward belongs.
 
-        The reward goes to the turn that has the call ``call``, or to the turn ``last`` if ``call``
-        is "".
+        It is the turn that has the call ``call``, or the turn ``last`` if ``call`` is "".
+
+        Raises:
+            UsageError: no turn was sampled, or none has this call.
         """
         turn = last
         if call:
@@ -249,7 +243,7 @@ class History:
                 raise UsageError(f"no turn of this session has a call with the id {call!r:.200}")
         elif turn == ROOT:
             raise UsageError("no turn was sampled yet that could be rewarded")
-        self.rewards.add(turn, value, name, call, whole, weight)
+        return turn
 
     def routed(self, place: Position) -> int:
         """Return the first position without routed experts in the turns before a place."""

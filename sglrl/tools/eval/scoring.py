@@ -53,7 +53,7 @@ class EvalAgent:
                 finish_reason=outcome.finish_reason,
                 tokens=outcome.tokens,
                 score=outcome.score,
-                text=made.metadata.get("text", made.text),
+                text=made.metadata["text"] if self._agent is None else made.text,
                 rewards=made.named_rewards,
                 output_ids=made.response_ids.tolist() if logprobs else None,
                 logprobs=made.logprobs.tolist() if logprobs else None,
