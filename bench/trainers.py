@@ -38,7 +38,9 @@ def main(
     steps: Annotated[int, typer.Option(min=1, help="The most weight updates.")] = 400,
     groups: Annotated[int, typer.Option(min=1, help="Prompts of a step.")] = 32,
     samples: Annotated[int, typer.Option(min=2, help="Samples of a prompt.")] = 8,
-    filter: Annotated[int, typer.Option(help="The recipe's; 0: keep groups of equal rewards.")] = 1,
+    filter: Annotated[
+        int, typer.Option(help="The recipe's; 1: replace groups of equal rewards.")
+    ] = 0,
     lr: Annotated[float, typer.Option(help="Learning rate.")] = 2e-5,
     every: Annotated[int, typer.Option(min=1, help="Steps between evaluations.")] = 5,
     heldout: Annotated[int, typer.Option(min=1, help="Held-out items.")] = 64,
@@ -52,7 +54,7 @@ def main(
     """Measure the time to a held-out score, tokens/s, and how busy the GPU is."""
     if quick:
         model, device = str(tiny_model()), "cpu"
-        steps, groups, samples, filter, every, heldout = 2, 2, 2, 0, 1, 2
+        steps, groups, samples, every, heldout = 2, 2, 2, 1, 2
     if wrong := set(system or ()) - set(_SYSTEMS.values()):
         known = ", ".join(_SYSTEMS.values())
         raise typer.BadParameter(f"unknown system {', '.join(wrong)}, expected one of {known}")

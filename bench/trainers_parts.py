@@ -90,7 +90,8 @@ class Watch(recipe.Log):
     def write(self, step: int, *, heldout: float, **values: float) -> None:
         super().write(step, heldout=heldout, **values)
         self.steps, self.ended = step, time.perf_counter()
-        self.note(f"step {step}, held-out score {heldout:.3f}")
+        if not math.isnan(heldout):
+            self.note(f"step {step}, held-out score {heldout:.3f}")
         if step == 0:
             self.startup_s = time.time() - psutil.Process().create_time()
             self.began = self.ended

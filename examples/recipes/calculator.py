@@ -61,7 +61,7 @@ async def agent(session, item):
 
 
 def main():
-    chosen = options(__doc__)
+    chosen = options(__doc__, steps=20)
     held = random.Random("held out")  # the seeds of training are numbers
     heldout = [item(held) for _ in range(chosen.heldout)]
     chance = random.Random(chosen.seed)

@@ -1,4 +1,4 @@
-"""Recipe 3: on-policy distillation of the model of recipe 1 into a student of half its layers.
+"""Recipe 3: on-policy distillation of the model of recipe 1 into a student of fewer layers.
 
 ``python distill.py --teacher runs/sums/model`` takes a few minutes on a GPU. The student samples
 answers. A second pool serves the teacher, which returns its 16 likeliest tokens at each position of
@@ -43,7 +43,7 @@ class Student(Policy):
             ids[row, begin : begin + len(top_ids)] = top_ids
             logprobs[row, begin : begin + len(top_ids)] = top_logprobs
         tokens, total = batch["loss_mask"].sum(), 0.0
-        for rows in torch.arange(len(ids)).split(64 if self.device == "cuda" else 8):
+        for rows in self.parts(batch):
             loss = self.divergence(batch[rows], ids[rows], logprobs[rows]) / tokens
             loss.backward()
             total += loss.item()
@@ -51,12 +51,13 @@ class Student(Policy):
 
     def divergence(self, batch, ids, logprobs):
         """Return the divergence from the teacher, as a sum over all sampled tokens."""
-        batch, ids, logprobs = batch.to(self.device), ids.to(self.device), logprobs.to(self.device)
-        with torch.autocast(self.device, torch.bfloat16, enabled=self.device == "cuda"):
-            logits = self.model(batch["input_ids"], batch["attention_mask"].long()).logits
+        batch = batch.to(self.device)
+        begin, logits = self.logits(batch)
         # Position i has the probabilities of token i + 1.
-        own = torch.log_softmax(logits[:, :-1].float(), -1).gather(2, ids[:, 1:])
-        mask, wanted = batch["loss_mask"][:, 1:], logprobs[:, 1:]
+        wanted = logprobs[:, begin + 1 :].to(self.device)
+        ids = ids[:, begin + 1 :].to(self.device)
+        own = torch.log_softmax(logits[:, :-1], -1).gather(2, ids)
+        mask = batch["loss_mask"][:, begin + 1 :]
         terms = wanted.exp() * (wanted.clamp(min=-100) - own)
         return terms.sum(-1)[mask].sum()
 
@@ -65,12 +66,12 @@ def main():
     chosen = options(
         __doc__,
         model="",
-        samples=4,
-        filter=0,
+        steps=60,
+        groups=64,
         lr=1e-4,
         more={
             "teacher": ("runs/sums/model", "the folder of the model that recipe 1 trained"),
-            "layers": (15, "layers of the student"),
+            "layers": (24, "layers of the student"),
         },
     )
     chosen.model = str(chosen.output / "student")

@@ -56,7 +56,7 @@ def item(chance):
 
 
 def main():
-    chosen = options(__doc__)
+    chosen = options(__doc__, steps=60)
     held = random.Random("held out")  # the seeds of training are numbers
     heldout = [item(held) for _ in range(chosen.heldout)]
     chance = random.Random(chosen.seed)

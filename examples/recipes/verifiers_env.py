@@ -66,6 +66,7 @@ ENVIRONMENT = {
 def main():
     chosen = options(
         __doc__,
+        steps=30,
         groups=8,
         lr=1e-5,
         heldout=8,

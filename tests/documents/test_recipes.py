@@ -88,6 +88,8 @@ def test_what_recipe_1_trains_on(recipe: Any, smollm2: str, monkeypatch: Any) ->
         "2",
         "--lr",
         "1e-4",
+        "--filter",
+        "1",
     ]
     sums = recipe("sums", *arguments, "--device", "cpu", "--engine", '{"dtype": "float32"}')
     shared = importlib.import_module("recipe")
@@ -167,7 +169,7 @@ def test_the_calculator(recipe: Any) -> None:
 @pytest.mark.parametrize("name", ["calculator", "sorting"])
 def test_a_step(recipe: Any, name: str) -> None:
     # A random model is never right, so its groups have no signal.
-    recipe(name, *STEP, "--model", "tiny", "--filter", "0").main()
+    recipe(name, *STEP, "--model", "tiny").main()
     first, last = log_of(f"runs/{name}")
     assert (first["step"], last["step"], last["staleness"]) == ("0", "1", "0")
     assert float(last["update_ms"]) > 0
@@ -220,7 +222,7 @@ def test_a_sharded_step_is_that_of_one_policy(tmp_path: Path) -> None:
 
 def test_recipe_5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    torchrun(str(RECIPES / "fsdp.py"), *STEP, "--model", "tiny", "--filter", "0")
+    torchrun(str(RECIPES / "fsdp.py"), *STEP, "--model", "tiny")
     assert [row["step"] for row in log_of("runs/fsdp")] == ["0", "1"]
     assert Path("runs/fsdp/model/model.safetensors").exists()
 
