@@ -22,7 +22,15 @@ if TYPE_CHECKING:
     from .client.client import Client
     from .config import GatewayOptions
     from .control.engines import WorkerStats
-    from .driver.worker_info import QueueInfo, WorkerInfo
+    from .control.snapshot import (
+        GatewaySnapshot,
+        RolloutSnapshot,
+        SessionSnapshot,
+        Snapshot,
+        WorkerSnapshot,
+    )
+    from .core.rollout_metrics import RolloutMetrics
+    from .driver.worker_info import HostInfo, QueueInfo, WorkerHistory, WorkerInfo
     from .errors import (
         Closed,
         ContextFull,
@@ -53,7 +61,7 @@ if TYPE_CHECKING:
         WorkerStartError,
     )
     from .gateway.serve import Gateway, GatewaySession, serve
-    from .hosts.hosts import HostInfo, Hosts
+    from .hosts.hosts import Hosts
     from .inference.chunk import Chunk
     from .inference.completion import (
         Completion,
@@ -77,7 +85,6 @@ if TYPE_CHECKING:
     from .remote.client import connect
     from .rollouts.evaluation import Evaluation, evaluate
     from .rollouts.group import Group
-    from .rollouts.metrics import RolloutMetrics
     from .rollouts.run import Rollout, rollout
     from .sessions.rewards import Reward
     from .sessions.session import Session
@@ -96,8 +103,8 @@ _HOME = {
     "Chunk": "inference.chunk",
     "Client": "client.client",
     "Closed": "errors",
-    "ContextFull": "errors",
     "Completion": "inference.completion",
+    "ContextFull": "errors",
     "DeadlineExceeded": "errors",
     "EngineError": "errors",
     "EngineInfo": "wire.engine",
@@ -106,8 +113,9 @@ _HOME = {
     "Gateway": "gateway.serve",
     "GatewayOptions": "config",
     "GatewaySession": "gateway.serve",
+    "GatewaySnapshot": "control.snapshot",
     "Group": "rollouts.group",
-    "HostInfo": "hosts.hosts",
+    "HostInfo": "driver.worker_info",
     "Hosts": "hosts.hosts",
     "InvalidAdapter": "errors",
     "InvalidKeys": "errors",
@@ -125,14 +133,17 @@ _HOME = {
     "Reward": "sessions.rewards",
     "Rollout": "rollouts.run",
     "RolloutFailed": "errors",
-    "RolloutMetrics": "rollouts.metrics",
+    "RolloutMetrics": "core.rollout_metrics",
+    "RolloutSnapshot": "control.snapshot",
     "SamplingMask": "inference.sampling_mask",
     "SamplingParams": "inference.sampling",
     "ScoreLogprobs": "inference.completion",
     "Scores": "inference.completion",
     "Session": "sessions.session",
+    "SessionSnapshot": "control.snapshot",
     "SettingsMismatch": "errors",
     "SglrlError": "errors",
+    "Snapshot": "control.snapshot",
     "Stream": "inference.stream",
     "Timing": "inference.completion",
     "ToolCall": "inference.message",
@@ -149,8 +160,10 @@ _HOME = {
     "WeightUpdateError": "errors",
     "WeightsLost": "errors",
     "WorkerError": "errors",
+    "WorkerHistory": "driver.worker_info",
     "WorkerInfo": "driver.worker_info",
     "WorkerLost": "errors",
+    "WorkerSnapshot": "control.snapshot",
     "WorkerStartError": "errors",
     "WorkerStats": "control.engines",
     "blocking": "launching.blocking",
@@ -186,6 +199,7 @@ __all__ = [
     "Gateway",
     "GatewayOptions",
     "GatewaySession",
+    "GatewaySnapshot",
     "Group",
     "HostInfo",
     "Hosts",
@@ -206,13 +220,16 @@ __all__ = [
     "Rollout",
     "RolloutFailed",
     "RolloutMetrics",
+    "RolloutSnapshot",
     "SamplingMask",
     "SamplingParams",
     "ScoreLogprobs",
     "Scores",
     "Session",
+    "SessionSnapshot",
     "SettingsMismatch",
     "SglrlError",
+    "Snapshot",
     "Stream",
     "Timing",
     "ToolCall",
@@ -229,8 +246,10 @@ __all__ = [
     "WeightUpdateError",
     "WeightsLost",
     "WorkerError",
+    "WorkerHistory",
     "WorkerInfo",
     "WorkerLost",
+    "WorkerSnapshot",
     "WorkerStartError",
     "WorkerStats",
     "blocking",

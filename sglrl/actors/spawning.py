@@ -111,7 +111,7 @@ class ActorHandle:
 
         Calls that take longer than ``timeout`` seconds are handled as if the worker were lost.
         """
-        await self._pool.remove(index, timeout)
+        await self._pool.ending.remove(index, timeout)
 
     @property
     def workers(self) -> list[WorkerInfo]:

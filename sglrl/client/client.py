@@ -17,6 +17,7 @@ from typing import Any, Literal, Self, Unpack, overload
 from ..control.adapters import LoraMethods
 from ..control.client_base import Control, RemoteServer, not_started
 from ..control.engines import EngineMethods
+from ..control.observing import SnapshotMethods
 from ..control.pausing import PauseMethods
 from ..control.sleeping import SleepMethods
 from ..control.weights import WeightMethods
@@ -47,6 +48,7 @@ class Client(
     SleepMethods,
     EngineMethods,
     WorkerMethods,
+    SnapshotMethods,
 ):
     """A client that generates with a pool of engine workers. ``sglrl.launch`` returns it.
 

@@ -336,7 +336,7 @@ class PoolAdapters(DriverListener):
             for listener in list(self._pool.weights.on_version):
                 listener()
         ended = time.perf_counter()
-        return UpdateReport(
+        report = UpdateReport(
             version=version,
             bytes=payload.size,
             workers=[*pauses],
@@ -349,7 +349,11 @@ class PoolAdapters(DriverListener):
             commit_ms=(ended - commit_at) * 1e3,
             total_ms=(ended - request.begun) * 1e3,
             pause_ms=[*pauses.values()],
+            lora=name,
+            ended=time.time(),
         )
+        self._pool.weights.versions.reports.append(report)
+        return report
 
     async def _model(self, deadline: Deadline) -> ModelDescription | None:
         """Return the tensors of the model, or None if they are not known."""

@@ -12,6 +12,7 @@ from ..weights.port import WeightSender
 from ..wire.adapters import LoraInfo
 from ..wire.processes import PoolEntry
 from .operations import Operation
+from .snapshot import Observed
 
 _P = TypeVar("_P")
 
@@ -108,6 +109,8 @@ class ClientBase:
         """Seconds that a call may take, unless the caller passes a ``timeout``; None: no limit."""
         self._driver: Driver | None = None
         self._server: RemoteServer | None = None
+        self.observed = Observed()
+        """The rollouts and gateways of this client. Other parts of sglrl use it."""
 
     def __enter__(self) -> NoReturn:
         raise UsageError(

@@ -65,4 +65,39 @@ class WorkerMethods(ClientBase):
         Raises:
             UsageError: there is no such worker, or it is the last worker.
         """
-        await self._control.part(Pool).remove(worker, timeout)
+        await self._control.part(Pool).ending.remove(worker, timeout)
+
+    @operation(http=False)
+    async def restart_worker(self, worker: int, *, timeout: float | None = 600.0) -> None:
+        """Wait until a worker has finished its calls, then kill it, so that a replacement starts.
+
+        The worker receives no new calls meanwhile, and calls that are pinned to it fail. Calls that
+        are unfinished after ``timeout`` seconds continue on other workers. The restart counts
+        towards the limit ``restarts`` of ``launch``. ``wait_until_full`` waits for the replacement.
+
+        Raises:
+            UsageError: there is no such worker, or it is being removed or replaced already.
+        """
+        await self._control.part(Pool).ending.restart(worker, timeout)
+
+    @operation(http=False, urgent=True)
+    async def kill_worker(self, worker: int) -> None:
+        """Kill a worker with SIGKILL. Its calls continue on other workers; a replacement starts.
+
+        This counts towards the limit ``restarts`` of ``launch``.
+
+        Raises:
+            UsageError: there is no such worker, or it is lost or retired already.
+        """
+        self._control.part(Pool).ending.kill(worker)
+
+    @operation(http=False, urgent=True)
+    async def worker_stacks(self, worker: int) -> str:
+        """Return the stacks of all threads of a worker's processes, as Python's faulthandler does.
+
+        The result is "" if the worker cannot write them, because it is stopped.
+
+        Raises:
+            UsageError: there is no such worker, or it has no process now.
+        """
+        return await self._control.part(Pool).ending.stacks(worker)

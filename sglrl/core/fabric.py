@@ -15,6 +15,7 @@ Invariants (checked by ``invariants.validate``, which the tests run after every 
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from ..config import FabricConfig
@@ -46,6 +47,8 @@ class Fabric:
         self.router = Router(self.config, self.loads)
         self.outbox: list[Effect] = []
         self.stray_items = 0
+        self.moved: Counter[int] = Counter()
+        """By worker: the number of its calls that were queued again when it was lost or away."""
         self.closed = False
         self._why_closed = ""
         self.refusing = False
@@ -151,6 +154,7 @@ class Fabric:
                 call.worker = None
                 if not call.resumable:
                     call.first_at = 0.0
+                self.moved[member.index] += 1
                 self.outbox.append(Restart(call))
                 self.queue.push(call, limited=False)
             else:

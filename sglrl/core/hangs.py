@@ -72,6 +72,14 @@ class HangDetector:
         watched.progress = progress
         watched.phase = phase
 
+    def silence(self, worker: int, now: float) -> float | None:
+        """Return the seconds since a worker's last heartbeat, or since its clock has started.
+
+        None if the worker is not watched.
+        """
+        watched = self._workers.get(worker)
+        return None if watched is None else now - watched.heard
+
     def check(self, loads: Mapping[int, int], now: float) -> dict[int, str]:
         """Return the workers that hang, with the reason, and stop watching them.
 

@@ -73,6 +73,12 @@ class HangMonitor(DriverListener):
         self._workers[self._identities[worker]] = worker
         self._detector.watch(worker, time.monotonic())
 
+    def silence(self, worker: int) -> float | None:
+        """Return the seconds since a worker's last sign of life. None if it is not watched."""
+        if self._detector is None:
+            return None
+        return self._detector.silence(worker, time.monotonic())
+
     def close(self) -> None:
         for timer in (self._timer, *self._dumps.values()):
             if timer is not None:
@@ -108,7 +114,7 @@ class HangMonitor(DriverListener):
 
     def _end(self, worker: int, reason: str, log: Path, begin: int) -> None:
         self._forget(worker)
-        stacks = _read(log, begin) or "(no process of it wrote any)"
+        stacks = read_stacks(log, begin) or "(no process of it wrote any)"
         logger.error("worker %d hangs: %s; its stacks:\n%s", worker, reason, stacks)
         self._expel(worker, reason)
 
@@ -120,7 +126,8 @@ class HangMonitor(DriverListener):
             timer.cancel()
 
 
-def _read(log: Path, begin: int) -> str:
+def read_stacks(log: Path, begin: int) -> str:
+    """Return what a worker has written to its log after the byte ``begin``."""
     try:
         with log.open("rb") as file:
             file.seek(begin)

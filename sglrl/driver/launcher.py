@@ -27,6 +27,7 @@ from .fork_server import (
     import_variables,
 )
 from .temporary_folders import remove_folder
+from .worker_info import HostInfo
 
 RANKS: Final = 1024
 """Maximum ranks of a worker. The key of a worker's process is ``index * RANKS + rank``."""
@@ -127,6 +128,11 @@ class Launcher(Protocol):
 
     def reaches(self, index: int) -> bool:
         """Return whether the host of a worker is connected."""
+        ...
+
+    @property
+    def hosts(self) -> list[HostInfo]:
+        """The other machines on which processes may run."""
         ...
 
     async def close(self) -> None:
@@ -289,6 +295,10 @@ class LocalLauncher:
 
     def reaches(self, index: int) -> bool:
         return True
+
+    @property
+    def hosts(self) -> list[HostInfo]:
+        return []
 
     async def close(self) -> None:
         """Close the connection and remove the folder. The fork server kills the processes."""

@@ -6,12 +6,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
-from ..config import FabricConfig, PoolConfig, check_target, check_timeout
+from ..config import FabricConfig, PoolConfig, check_timeout
 from ..core.members import DRAINING, READY, RETIRED, STALE, SYNCING
 from ..errors import Closed, DeadlineExceeded, UsageError, WorkerLost, WorkerStartError
 from ..transport.addresses import host_of
@@ -27,7 +27,8 @@ from .fork_server import tail
 from .launcher import Launcher, LaunchSpec
 from .lifetime import Lifetime
 from .supervisor import Supervisor
-from .worker_info import QueueInfo, WorkerInfo
+from .worker_ending import WorkerEnding
+from .worker_info import HostInfo, QueueInfo, WorkerHistory, WorkerInfo
 from .worker_processes import Processes, Worker
 
 
@@ -86,6 +87,12 @@ class Pool:
             self.expel, self._is_up, host=launcher.host, keep=config.keep_weights
         )
         self._supervisor = Supervisor(self._processes, self.weights, config, self._progress.show)
+        self.ending = WorkerEnding(
+            self._supervisor, self._processes, lambda: self.driver, config.shutdown_timeout
+        )
+        """Removes, restarts and kills single workers."""
+        self.folder = Path()
+        """The folder of the pool's files, once it has started. Only this user can read it."""
 
     @property
     def driver(self) -> Driver:
@@ -120,6 +127,26 @@ class Pool:
                 )
             )
         return infos
+
+    @property
+    def histories(self) -> list[WorkerHistory]:
+        """What has happened to each worker, in the order of ``workers``."""
+        fabric, now = self.driver.fabric, time.monotonic()
+        return [
+            WorkerHistory(
+                seconds=now - worker.begun,
+                restarts=self._supervisor.restarts(index),
+                silence=self._supervisor.monitor.silence(index),
+                moved_calls=fabric.moved[index],
+                preempted=fabric.members[index].reported.preempted,
+            )
+            for index, worker in self._supervisor.workers.items()
+        ]
+
+    @property
+    def hosts(self) -> list[HostInfo]:
+        """The other machines on which workers may run."""
+        return self._launcher.hosts
 
     @property
     def queue(self) -> QueueInfo:
@@ -186,7 +213,7 @@ class Pool:
         config, supervisor = self._config, self._supervisor
         raise_file_limit()
         supervisor.logs.make_folder()
-        folder = self._processes.start(supervisor.on_exited)
+        self.folder = folder = self._processes.start(supervisor.on_exited)
         router = ZmqRouter(
             _listen_address(config.address, folder),
             max_message_bytes=config.max_message_bytes,
@@ -377,54 +404,6 @@ class Pool:
                 output=tail(worker.log),
                 log=self._supervisor.logs.keep(worker.log),
             )
-
-    async def remove(self, index: int, timeout: float | None) -> None:
-        """Let a worker finish its calls, then shut it down.
-
-        Calls that are not finished after ``timeout`` seconds continue on other workers, as after
-        the loss of a worker. If the caller is cancelled, the removal still continues.
-
-        Raises:
-            Closed: the pool was closed during the removal.
-            UsageError: the worker does not exist, is already being removed or retired, or is the
-                last worker.
-        """
-        self._check_open()
-        self.driver.check_loop()
-        check_timeout(timeout)
-        check_target(0, index, None)
-        member = self.driver.fabric.members.get(index)
-        if member is None or member.state in (DRAINING, RETIRED):
-            what = "there is no" if member is None else f"already {member.state}:"
-            raise UsageError(f"{what} worker {index}")
-        others = [m for m in self.driver.fabric.members.values() if m is not member]
-        if all(m.state in (DRAINING, RETIRED) for m in others):
-            raise UsageError(f"worker {index} is the last one; close the pool instead")
-        worker = self._supervisor.workers[index]
-        worker.returns = False
-        worker.restart_in = None
-        serves = member.state is READY
-        if serves:
-            self.driver.workers.drain(index)
-        else:
-            self._supervisor.dismiss(worker)
-        removal = self._supervisor.run(self._remove(worker, serves, timeout))
-        try:
-            await asyncio.shield(removal)
-        except asyncio.CancelledError:
-            if removal.cancelled():
-                raise Closed("the pool was closed") from None
-            raise
-
-    async def _remove(self, worker: Worker, serves: bool, timeout: float | None) -> None:
-        """Shut down a worker when its last call has ended, or after ``timeout`` seconds."""
-        if serves:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(timeout):
-                    await worker.drained.wait()
-            self._supervisor.dismiss(worker)
-        if worker.running:
-            await self._processes.end([worker], self._config.shutdown_timeout)
 
     def hold_replacements(self, held: bool) -> None:
         """Set whether replacements of lost workers are held back."""

@@ -107,7 +107,7 @@ class Supervisor(DriverListener):
         self._keys = keys
         driver.add_listener(self)
         self._weights.versions.on_updated = self._sync_stale
-        self.monitor = HangMonitor(driver, self._config.hang_timeout, self._dump, self.expel)
+        self.monitor = HangMonitor(driver, self._config.hang_timeout, self.dump, self.expel)
 
     def stop(self) -> None:
         """Start no more replacements, and cancel all tasks. The pool shuts down the workers."""
@@ -138,6 +138,10 @@ class Supervisor(DriverListener):
         except BaseException:
             del self.launch_specs[index]
             raise
+
+    def restarts(self, index: int) -> int:
+        """Return how often a worker was replaced."""
+        return max(0, self._forked[index] - 1)
 
     def _fork(self, index: int) -> Worker:
         launch_spec = self.launch_specs[index]
@@ -464,5 +468,6 @@ class Supervisor(DriverListener):
 
         asyncio.get_running_loop().call_later(_RETURN_SECONDS, check)
 
-    def _dump(self, index: int) -> tuple[Path, int]:
+    def dump(self, index: int) -> tuple[Path, int]:
+        """Ask the processes of a worker to write their stacks; see ``Processes.dump``."""
         return self._processes.dump(self.workers[index])

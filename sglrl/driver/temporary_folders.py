@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Final
 
-_PREFIX: Final = "sglrl-"
+PREFIX: Final = "sglrl-"
 _LOCK: Final = "lock"
 _locks: dict[Path, int] = {}
 """The open lock files of this process's folders."""
@@ -34,7 +34,7 @@ def make_folder(kind: str = "", base: str | None = None) -> Path:
     base = base or tempfile.gettempdir()
     _sweep(base)
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}", dir=base))
+        folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{kind}", dir=base))
         if _lock(folder, os.O_CREAT):
             return folder
         # Another process took the folder for one without an owner, and removes it. Try again.
@@ -61,7 +61,7 @@ def _sweep(base: str) -> None:
         folders = [
             Path(entry.path)
             for entry in entries
-            if entry.name.startswith(_PREFIX)
+            if entry.name.startswith(PREFIX)
             and entry.is_dir(follow_symlinks=False)
             and entry.stat(follow_symlinks=False).st_uid == os.getuid()
         ]

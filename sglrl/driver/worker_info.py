@@ -1,4 +1,4 @@
-"""The report of a pool about its workers and its queue."""
+"""The report of a pool about its workers, its queue and its hosts."""
 
 from __future__ import annotations
 
@@ -51,6 +51,45 @@ class QueueInfo(msgspec.Struct, frozen=True, kw_only=True):
     calls: int
     bytes: int
     clients: int
+
+
+class WorkerHistory(msgspec.Struct, frozen=True, kw_only=True):
+    """What has happened to one worker since its pool started.
+
+    Attributes:
+        seconds: time since the start of the worker's present process.
+        restarts: number of times that the worker was replaced.
+        silence: seconds since the worker's process gave a sign of life. None with
+            ``launch(hang_timeout=None)``, because it then sends no heartbeats.
+        moved_calls: number of calls that other workers continued because this worker was lost.
+        preempted: number of requests that the engine removed from a full KV cache, since its start.
+    """
+
+    seconds: float
+    restarts: int
+    silence: float | None
+    moved_calls: int
+    preempted: int
+
+
+class HostInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """The current state of one host.
+
+    Attributes:
+        name: the name of the host, which is unique in the program.
+        state: "connected", or "away" if the connection is broken and the host may return.
+        gpus: the GPUs of the host, as entries for ``CUDA_VISIBLE_DEVICES``.
+        cores: number of CPU cores.
+        python: the version of Python on the host, such as "3.12".
+        limits: the versions that differ from this program's, each with what does not work.
+    """
+
+    name: str
+    state: str
+    gpus: tuple[str, ...]
+    cores: int
+    python: str
+    limits: list[str]
 
 
 def describe(workers: Iterable[WorkerInfo]) -> str:

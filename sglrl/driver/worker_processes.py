@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -27,6 +28,7 @@ class Worker:
         self.index = index
         self.identity = identity
         self.log = log
+        self.begun = time.monotonic()
         self.rendezvous = folder / f"ranks-{identity.decode()}"
         """The file through which the ranks find each other. A port is not used instead, because
         another program could take it after it is chosen and before it is used."""

@@ -264,6 +264,11 @@ class Conversations:
         """
         self._session.reward(value, name, call=call)
 
+    @property
+    def turns(self) -> int:
+        """The number of finished turns."""
+        return len(self._session.turns)
+
     def trajectory(self) -> Trajectory | None:
         """Return the trajectory of all turns, or None if there are none."""
         return self._session.trajectory() if self._session.turns else None

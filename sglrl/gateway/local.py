@@ -12,6 +12,7 @@ import msgspec
 
 from ..client.client import Client
 from ..config import GatewayOptions
+from ..control.snapshot import GatewaySnapshot
 from ..driver.threads import in_thread
 from ..inference.chat_templates import template_shows_system
 from ..inference.prompts import load_tokenizer
@@ -75,11 +76,22 @@ class LocalGateway:
         await self._stack.enter_async_context(serve_app(app, settings, listener))
         # On exit, the running turns end first, so that their clients receive an answer.
         self._stack.push_async_callback(self.registry.close)
+        self._endpoints = endpoints
+        client.observed.gateways.append(self.snapshot)
+        self._stack.callback(client.observed.gateways.remove, self.snapshot)
         self._stack.callback(endpoints.close)
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self._stack.aclose()
+
+    async def snapshot(self) -> GatewaySnapshot:
+        """Return the state of the gateway, for ``Client.snapshot``."""
+        return GatewaySnapshot(
+            url=self.url,
+            running=len(self._endpoints.running),
+            sessions=self.registry.snapshots(),
+        )
 
     @asynccontextmanager
     async def lend(self, session: Session) -> AsyncIterator[None]:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ..actors.actor import Actor, endpoint
+from ..control.snapshot import GatewaySnapshot
 from ..errors import UsageError
 from ..remote.client import client_of
 from ..remote.pool import RemotePool
@@ -42,14 +43,19 @@ class GatewayProcess(Actor):
         self._client = client_of(RemotePool(entry), model=model, timeout=timeout)
         self._stack = AsyncExitStack()
         self._registry: Registry
+        self._gateway: LocalGateway
 
     async def open(self) -> None:
         client = await self._stack.enter_async_context(self._client)
-        gateway = LocalGateway(client, self._settings, self._place)
-        self._registry = (await self._stack.enter_async_context(gateway)).registry
+        self._gateway = LocalGateway(client, self._settings, self._place)
+        self._registry = (await self._stack.enter_async_context(self._gateway)).registry
 
     async def close(self) -> None:
         await self._stack.aclose()
+
+    @endpoint(idempotent=True)
+    async def snapshot(self) -> GatewaySnapshot:
+        return await self._gateway.snapshot()
 
     @endpoint
     async def open_session(

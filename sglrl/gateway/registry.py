@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..client.client import Client
+from ..control.snapshot import SessionSnapshot
 from ..errors import UsageError
 from ..sessions.options import SessionOptions
 from ..sessions.session import Session
@@ -110,6 +111,19 @@ class Registry:
         if self._expiring is None:
             self._schedule_expiry(self._expire_after)
         return made
+
+    def snapshots(self) -> list[SessionSnapshot]:
+        """Return the state of every open session, for ``Client.snapshot``."""
+        now = self._now()
+        return [
+            SessionSnapshot(
+                id=one.id,
+                running=one.requests,
+                turns=one.conversations.turns,
+                idle=now - one.used,
+            )
+            for one in self._by_id.values()
+        ]
 
     def by_id(self, id_: str) -> OpenSession | None:
         return self._by_id.get(id_)

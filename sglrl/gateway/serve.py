@@ -14,6 +14,7 @@ from ..actors.handles import WorkerHandle
 from ..actors.spawning import ActorHandle, launch_spec_of
 from ..client.client import Client
 from ..config import FabricConfig, GatewayOptions, PoolConfig, check_gateway_packages, positive
+from ..control.snapshot import GatewaySnapshot
 from ..driver.launcher import LocalLauncher
 from ..driver.pool import Pool
 from ..driver.temporary_folders import make_folder, remove_folder
@@ -146,11 +147,23 @@ class Gateway:
             async with shown_if_slow("starting the gateway", shown=client.requests.box.shown):
                 await stack.enter_async_context(self._processes)
             self.url = settings.url(port)
+            gateways = client.observed.gateways
+            gateways.append(self.snapshot)
+            stack.callback(gateways.remove, self.snapshot)
             self._stack = stack.pop_all()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
         await self._stack.aclose()
+
+    async def snapshot(self) -> GatewaySnapshot:
+        """Return the requests and sessions of all processes of the gateway."""
+        parts: list[GatewaySnapshot] = await self._processes.broadcast.snapshot()
+        return GatewaySnapshot(
+            url=self.url,
+            running=sum(part.running for part in parts),
+            sessions=[session for part in parts for session in part.sessions],
+        )
 
     def session(
         self,

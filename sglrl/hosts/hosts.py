@@ -17,6 +17,7 @@ from ..config import HEARTBEAT_TIMEOUT, PoolConfig, check_heartbeat, positive
 from ..core.node_session import CHECK_SECONDS, MESSAGE_BYTES, MessageMissing
 from ..core.placement import Placement, WorkerPlace
 from ..driver.environment import environment, limits
+from ..driver.worker_info import HostInfo
 from ..errors import ProtocolError, UsageError
 from ..transport.addresses import check_address, check_tcp, host_of, is_loopback, is_own
 from ..transport.curve_keys import read_driver_keys, read_keys_to_node
@@ -41,26 +42,6 @@ logger = logging.getLogger("sglrl.hosts")
 
 _GOODBYE_SECONDS: Final = 2.0
 """Maximum seconds to wait until all nodes have answered ``Goodbye``."""
-
-
-class HostInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """The current state of one host.
-
-    Attributes:
-        name: the name of the host, which is unique in the program.
-        state: "connected", or "away" if the connection is broken and the host may return.
-        gpus: the GPUs of the host, as entries for ``CUDA_VISIBLE_DEVICES``.
-        cores: number of CPU cores.
-        python: the version of Python on the host, such as "3.12".
-        limits: the versions that differ from this program's, each with what does not work.
-    """
-
-    name: str
-    state: str
-    gpus: tuple[str, ...]
-    cores: int
-    python: str
-    limits: list[str]
 
 
 class PoolOnHosts(Protocol):

@@ -18,6 +18,7 @@ from ..core.placement import WorkerPlace
 from ..driver.environment import environment
 from ..driver.launcher import RANKS, LaunchSpec
 from ..driver.temporary_folders import make_folder, remove_folder
+from ..driver.worker_info import HostInfo
 from ..errors import NotEnoughDevices, UsageError, WorkerStartError
 from ..transport.system_limits import no_file
 from ..wire.codec import encode
@@ -221,6 +222,10 @@ class HostLauncher:
         """Return whether the host of a worker is connected."""
         link = self._hosts.link(self.host(index))
         return link is not None and link.session.connected
+
+    @property
+    def hosts(self) -> list[HostInfo]:
+        return self._hosts.hosts
 
     async def close(self) -> None:
         if self._folder is not None:

@@ -6,9 +6,9 @@ import os
 from collections.abc import Coroutine, Iterator
 from typing import Any, Protocol, Self, TypeVar
 
+from ..core.rollout_metrics import RolloutMetrics
 from ..errors import UsageError
 from ..rollouts.group import Group
-from ..rollouts.metrics import RolloutMetrics
 from ..rollouts.run import Rollout
 from .client_thread import plain
 

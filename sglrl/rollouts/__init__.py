@@ -12,6 +12,7 @@
 * ``failures``, ``metrics``, ``progress``: the handling of failed samples, and the run's statistics.
 """
 
+from ..core.rollout_metrics import Distribution, RolloutMetrics, StepMetrics
 from ..sessions.session import Session
 from ..sessions.tensors import stack
 from ..sessions.trajectory import Trajectory
@@ -19,7 +20,6 @@ from ..sessions.trajectory_files import load, save, to_jsonl
 from ..sessions.turn import TrajectoryTiming, Turn
 from .dataset import session_arguments
 from .group import Group
-from .metrics import Distribution, RolloutMetrics, StepMetrics
 from .run import Rollout, rollout
 
 __all__ = [

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from ..core.rollout_group import STALE
+from ..core.rollout_metrics import RolloutMetrics
 from ..inference.display import can_redraw
-from .metrics import RolloutMetrics
 
 logger = logging.getLogger("sglrl.rollout")
 

@@ -14,6 +14,7 @@ from collections.abc import (
 from typing import TYPE_CHECKING, Any, Final, NoReturn, Self, Unpack
 
 from ..config import GatewayOptions, check_timeout
+from ..core.rollout_metrics import RolloutMetrics
 from ..errors import UsageError
 from ..inference.sampling import SamplingOptions
 from ..sessions.options import RolloutSessionKeywords
@@ -21,7 +22,6 @@ from .agent import Agent
 from .config import OnError, RolloutConfig
 from .dataset import optional_prompt, session_arguments
 from .group import Group
-from .metrics import RolloutMetrics
 from .runner import Runner
 from .state_file import load_state, save_state
 

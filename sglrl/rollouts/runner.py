@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
+from ..control.snapshot import RolloutSnapshot
 from ..core import rollout_group as core
 from ..core.policy_versions import PolicyClock
 from ..errors import Closed, DeadlineExceeded, UsageError, WorkerLost
 from ..sessions.trajectory import Trajectory
+from ..wire.codec import readable
 from .agent_host import AgentHost, Done, End, Failed, GivenUp, Late, ProcessLost
 from .agent_tasks import AgentTasks
 from .blocked_loop import LoopWatch
@@ -31,6 +33,9 @@ from .task_ending import TaskSet
 if TYPE_CHECKING:
     from ..client.client import Client
 
+_ERRORS: Final = 3
+"""The number of latest errors in a snapshot."""
+
 
 class Runner:
     """Runs a plan's samples until the plan is over, an error ends the run, or ``stop`` is called.
@@ -40,6 +45,7 @@ class Runner:
 
     def __init__(self, client: Client, config: RolloutConfig) -> None:
         self._client = client
+        self._config = config
         self._wake = asyncio.Event()
         """Wakes the main task. Set when a sample may be able to start, or when the run ends."""
         wake = self._wake.set
@@ -91,6 +97,7 @@ class Runner:
             self.plan.clock = PolicyClock(self._client.policy_versions)
             weights.on_version.add(self._on_version)
             self.metrics.begin()
+            self._client.observed.rollouts.append(self.snapshot)
             self._progress.begin()
             self._watch = LoopWatch(lambda: self.plan.running > 0)
             self._main = asyncio.create_task(self._run(), name="sglrl rollout")
@@ -104,6 +111,8 @@ class Runner:
         try:
             if self._main is not None:
                 self._main.cancel()
+                if self.snapshot in self._client.observed.rollouts:
+                    self._client.observed.rollouts.remove(self.snapshot)
                 self._client.pool.weights.on_version.discard(self._on_version)
                 self.limit.end()
                 # Do not raise the exception of the task. ``take`` raises it for consumers.
@@ -114,6 +123,18 @@ class Runner:
             if self._main is not None:
                 self.metrics.end()
                 self._progress.end(self.metrics.snapshot())
+
+    def snapshot(self) -> RolloutSnapshot:
+        """Return the state of the run, for ``Client.snapshot``."""
+        return RolloutSnapshot(
+            metrics=self.metrics.snapshot(),
+            staleness=dict(sorted(self.metrics.staleness.items())),
+            items=self.items.total,
+            group_size=self._config.group_size,
+            batch_size=self._config.batch_size,
+            max_staleness=self._config.max_staleness,
+            errors=[readable(error) for error in [*self.failures.errors][: -_ERRORS - 1 : -1]],
+        )
 
     def _end_watch(self) -> None:
         if self._watch is not None:

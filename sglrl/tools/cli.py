@@ -1,4 +1,4 @@
-"""The ``sglrl`` command: demo, check, generate, eval, serve, call, node, doctor, keys.
+"""The ``sglrl`` command: demo, check, generate, eval, serve, call, top, node, doctor, keys.
 
 The exit code is 0 after success, 1 if a check or the engine failed, 2 after wrong usage, and 130
 after Ctrl-C.
@@ -38,6 +38,7 @@ from .options import (
 )
 from .sampling_options import sampling_options
 from .serve import serve
+from .top.command import top
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -61,6 +62,7 @@ _EXTRAS: Final = {
     "gateway": ("httptools", "httpx", "jinja2", "prometheus_client", "starlette", "uvicorn"),
     "ray": ("ray",),
     "renderers": ("renderers",),
+    "top": ("textual", "textual_serve"),
     "sglang": ("safetensors", "sglang", "torch", "transformers"),
 }
 """The modules that each extra of sglrl installs."""
@@ -312,6 +314,7 @@ _command(evaluate, "eval")
 _command(node)
 _command(serve)
 _command(call)
+_command(top)
 
 
 @_command

@@ -30,6 +30,8 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
         total_ms: time from the call to its return.
         pause_ms: for each worker, in order, the time during which no decode step could run.
         attempts: the number of attempts. The update is repeated when workers are lost.
+        lora: the name of the adapter, if the update replaced an adapter. Else "".
+        ended: the time at which the update ended, in seconds as ``time.time`` returns them.
     """
 
     version: int
@@ -45,11 +47,28 @@ class UpdateReport(msgspec.Struct, frozen=True, kw_only=True):
     total_ms: float
     pause_ms: list[float]
     attempts: int = 1
+    lora: str = ""
+    ended: float = 0.0
 
     @property
     def gb_per_s(self) -> float:
         """Return ``bytes`` divided by ``total_ms``, in units of 1e9 bytes per second."""
         return self.bytes / self.total_ms / 1e6 if self.total_ms else 0.0
+
+    def flat(self, prefix: str = "weights/") -> dict[str, float]:
+        """Return all numbers of the report, for loggers such as W&B and TensorBoard.
+
+        The keys are the same in every call. "workers" is the number of workers, and "pause_ms" is
+        the longest pause of a worker.
+        """
+        values = msgspec.structs.asdict(self) | {
+            "workers": len(self.workers),
+            "pause_ms": max(self.pause_ms, default=0.0),
+            "gb_per_s": self.gb_per_s,
+        }
+        for text in ("mode", "lora", "ended"):
+            del values[text]
+        return {prefix + name: float(value) for name, value in values.items()}
 
     def __repr__(self) -> str:
         join = f"join {self.join_ms:.0f} + " if self.join_ms else ""

@@ -194,6 +194,8 @@ class UpdateRun:
                 for worker in sorted(machine.workers)
             ],
             attempts=machine.attempts,
+            lora="",
+            ended=time.time(),
             **self._times.ended(),
         )
 

@@ -188,6 +188,7 @@ class Updates:
                 raise error
             self._record(run)
             report = run.report()
+            self.versions.reports.append(report)
             logger.info("%s", report)
             return report
 

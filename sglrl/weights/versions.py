@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Callable
 from typing import Final
 
 from ..errors import UsageError
 from .ranks import Rank, Ranks
+from .update_report import UpdateReport
 
+_KEPT_REPORTS: Final = 64
 UNKNOWN: Final = -1
 """The version of a worker that was away during an update, that lacks a part of its version, or that
 has freed its weights."""
@@ -22,6 +25,7 @@ class Versions:
         of: the version of every worker, by index.
         asleep: whether the memory of the weights is freed or saved elsewhere.
         forgotten: whether the engines have dropped their weights, and no update has followed.
+        reports: the reports of the latest updates, also of adapters, oldest first.
         lock: held by each update, copy and request for checksums.
         on_version: functions to call after a change of the version.
         on_updated: called after every update, and after sleeping weights are restored. All workers
@@ -33,6 +37,7 @@ class Versions:
         self.current = 0
         self.of: dict[int, int] = {}
         self.asleep = self.forgotten = False
+        self.reports: deque[UpdateReport] = deque(maxlen=_KEPT_REPORTS)
         self.lock = asyncio.Lock()
         self.on_version: set[Callable[[], None]] = set()
         self.on_updated: Callable[[], None] = lambda: None

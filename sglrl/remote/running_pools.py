@@ -1,0 +1,59 @@
+"""Find the pools that run on this machine, so that ``sglrl top`` needs no address."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from ..driver.temporary_folders import PREFIX
+from ..wire.processes import PoolEntry
+
+_FILE: Final = "pool.json"
+
+
+class RunningPool(msgspec.Struct, frozen=True, kw_only=True):
+    """How to connect to a pool of this machine.
+
+    Attributes:
+        pid: the process that launched the pool.
+        model: the model's folder or name.
+        began: when the pool started, in seconds as ``time.time`` returns them.
+        entry: the address and the keys. They are secret, so only this user can read the file.
+    """
+
+    pid: int
+    model: str
+    began: float
+    entry: PoolEntry
+
+
+def announce(folder: Path, pool: RunningPool) -> None:
+    """Write how to connect to a pool into its folder, which only this user can read.
+
+    The folder is removed with the pool. A full disk must not stop a pool from starting, so an
+    ``OSError`` is ignored; the pool is then not found.
+    """
+    with contextlib.suppress(OSError):
+        path = folder / _FILE
+        path.touch(mode=0o600)
+        path.write_bytes(msgspec.json.encode(pool))
+
+
+def running_pools() -> list[RunningPool]:
+    """Return the pools that this user runs on this machine, the latest first."""
+    pools = []
+    base = Path(tempfile.gettempdir())
+    # A pool on this machine has its folder in the folder of the fork server.
+    for path in (*base.glob(f"{PREFIX}*/{_FILE}"), *base.glob(f"{PREFIX}*/pool-*/{_FILE}")):
+        with contextlib.suppress(OSError, msgspec.MsgspecError):
+            if path.stat().st_uid == os.getuid():
+                pool = msgspec.json.decode(path.read_bytes(), type=RunningPool)
+                # After SIGKILL, the folder remains until another program removes it.
+                os.kill(pool.pid, 0)
+                pools.append(pool)
+    return sorted(pools, key=lambda pool: -pool.began)

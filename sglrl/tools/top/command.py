@@ -1,0 +1,152 @@
+"""The command ``sglrl top``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Final
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from ...config import install
+from ...errors import Closed, UsageError
+from ..display import print_json
+
+if TYPE_CHECKING:
+    # The client is imported later, so that other commands start faster.
+    from ...client.client import Client
+    from ...control.snapshot import Snapshot
+
+_SECONDS: Final = 10.0
+"""Seconds that the pool may take to answer."""
+_VARIABLE: Final = "SGLRL_POOL"
+
+
+def top(
+    address: Annotated[
+        str | None,
+        typer.Argument(
+            envvar=_VARIABLE,
+            help="client.address of the pool.",
+            show_default="the pool that runs on this machine",
+        ),
+    ] = None,
+    pid: Annotated[
+        int | None,
+        typer.Option(help="Process id of the program, if several pools run on this machine."),
+    ] = None,
+    keys: Annotated[
+        str | None, typer.Option(help="Folder or file of the client's keys, for another machine.")
+    ] = None,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two snapshots.")] = 1.0,
+    once: Annotated[bool, typer.Option("--once", help="Print one snapshot and exit.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="With --once: print JSON.")] = False,
+    web: Annotated[
+        bool, typer.Option("--web", help="Serve the same screen to a browser on this machine.")
+    ] = False,
+    port: Annotated[int, typer.Option(min=1, max=65_535, help="The port of --web.")] = 8765,
+) -> None:
+    """Watch a running pool: workers, weights, rollouts, gateway sessions and hosts.
+
+    Keys in the list of workers: s shows stacks, d drains, r restarts, k kills (d, r and k ask
+    first); p pauses the pool, u resumes it, q quits.
+    """
+    if json and not once:
+        raise UsageError("--json needs --once")
+    if web and once:
+        raise UsageError("--web shows a screen, and --once prints one snapshot: give one of them")
+    if not once:
+        module = "textual_serve" if web else "textual"
+        if importlib.util.find_spec(module) is None:
+            raise UsageError(f"sglrl top needs {module}: {install('top')}; --once does not")
+    if web:
+        _serve(address, pid, keys, interval, port)
+        return
+    import uvloop
+
+    client = _connect(address, pid, keys)
+    if once:
+        snapshot = uvloop.run(_snapshot(client))
+        if json:
+            print_json(msgspec.json.format(msgspec.json.encode(snapshot)))
+        else:
+            _print(snapshot)
+        return
+    ended = uvloop.run(_watch(client, interval))
+    if ended is not None:
+        raise Closed(ended)
+
+
+def _connect(address: str | None, pid: int | None, keys: str | None) -> Client:
+    from ...remote.client import client_of, connect
+    from ...remote.pool import RemotePool
+    from ...remote.running_pools import running_pools
+
+    if address is not None:
+        if pid is not None:
+            raise UsageError("give the address or --pid, not both")
+        return connect(address, keys=keys, timeout=_SECONDS, connect_timeout=_SECONDS)
+    pools = [pool for pool in running_pools() if pid in (None, pool.pid)]
+    if not pools:
+        who = "this user" if pid is None else f"process {pid}"
+        raise UsageError(
+            f"no pool of {who} runs on this machine; pass client.address of a pool elsewhere"
+        )
+    if len(pools) > 1:
+        known = "\n".join(
+            f"  --pid {pool.pid}  {pool.model}, started at {_clock(pool.began)}" for pool in pools
+        )
+        raise UsageError(f"several pools run on this machine; choose one:\n{known}")
+    return client_of(RemotePool(pools[0].entry, _SECONDS), model="", timeout=_SECONDS)
+
+
+def _clock(at: float) -> str:
+    return time.strftime("%H:%M", time.localtime(at))
+
+
+async def _snapshot(client: Client) -> Snapshot:
+    async with client:
+        return await client.snapshot()
+
+
+async def _watch(client: Client, interval: float) -> str | None:
+    from .app import Top
+
+    async with client:
+        ended: str | None = await Top(client, interval).run_async()
+    return ended
+
+
+def _print(snapshot: Snapshot) -> None:
+    from .tables import fitting, headline, tables_of
+
+    console = Console()
+    console.print(headline(snapshot), markup=False, highlight=False)
+    for title, table in tables_of(snapshot).items():
+        if table.rows:
+            fits = fitting(table, console.width)
+            shown = RichTable(*fits.columns, title=title, title_justify="left", box=None)
+            for row in fits.rows:
+                shown.add_row(*map(escape, row))
+            console.print(shown)
+
+
+def _serve(
+    address: str | None, pid: int | None, keys: str | None, interval: float, port: int
+) -> None:
+    from textual_serve.server import Server
+
+    # Other users can read command lines, and the address has a secret.
+    if address is not None:
+        os.environ[_VARIABLE] = address
+    command = [sys.executable, "-m", "sglrl", "top", "--interval", str(interval)]
+    command += ["--pid", str(pid)] if pid is not None else []
+    command += ["--keys", keys] if keys is not None else []
+    Server(shlex.join(command), host="127.0.0.1", port=port, title="sglrl top").serve()
