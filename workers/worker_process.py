@@ -53,6 +53,8 @@ def become_worker(pipe: int, kept: int) -> None:
     os.close(log)
     close_on_death(kept)
     # faulthandler is written in C, so it also works while no Python code can run.
+    # After a crash (SIGSEGV, for example), the log has the Python stacks.
+    faulthandler.enable(file=2, all_threads=True)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=False)
     os.environ.update(request.env)
     with contextlib.suppress(OSError):
