@@ -33,20 +33,20 @@ class Supervision:
         self.reasons: Counter[str] = Counter()
         self.used_up = ""
         """The reason why the budget is exhausted, in words; "" while it is not exhausted."""
-        self._exception = ""
+        self._detail = ""
         self._recent: deque[float] = deque()
         self._failures = 0
 
-    def lost(self, reason: str, now: float, *, served: bool, exception: str = "") -> float | None:
+    def lost(self, reason: str, now: float, *, served: bool, detail: str = "") -> float | None:
         """Record a loss. Return the replacement's delay in seconds, or None to retire the worker.
 
         Args:
             reason: the reason for the loss, in words.
             now: the time in seconds on a monotonic clock.
             served: whether the worker had finished at least one call since its start.
-            exception: the exception that ended the worker, if it is known.
+            detail: the error that ended the worker, if it is known.
         """
-        self._exception = exception or self._exception
+        self._detail = detail or self._detail
         self.reasons[reason] += 1
         recent = self._recent
         while recent and recent[0] <= now - self.period:
@@ -67,12 +67,12 @@ class Supervision:
 
     @property
     def history(self) -> str:
-        """The number of losses, their reasons and the latest known exception, in words."""
+        """The number of losses, their reasons and the latest known error, in words."""
         parts = [
             f"{reason} ({n} times)" if n > 1 else reason
             for reason, n in self.reasons.most_common(4)
         ]
         total = sum(self.reasons.values())
-        if self._exception:
-            parts.append(f"the last exception is {self._exception}")
+        if self._detail:
+            parts.append(f"the last error: {self._detail}")
         return f"lost {total} time{'s' if total > 1 else ''}: {'; '.join(parts)}"

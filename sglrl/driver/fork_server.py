@@ -42,6 +42,7 @@ from ..errors import WorkerStartError
 from ..transport.system_limits import no_file, reason
 from ..wire.codec import encode
 from ..wire.processes import Dump, Exited, Forked, FromForkServer, Kill, Ping, Pong, Warm
+from .causes import signal_name
 from .temporary_folders import make_folder, remove_folder
 
 logger = logging.getLogger("sglrl.spawn")
@@ -54,6 +55,8 @@ SILENCE = 60.0
 even on a busy machine. The limit is long, because killing a fork server also kills its workers."""
 LAST_SECONDS = 5.0
 """Seconds that a killed fork server may take to exit."""
+_TAIL_BYTES: Final = 1 << 17
+"""Maximum number of bytes of a log that are read. The stacks of all threads of a worker fit."""
 _decoder = msgspec.msgpack.Decoder(FromForkServer)
 _servers: dict[tuple[str, str | None, frozenset[tuple[str, str]]], ForkServer] = {}
 """The latest fork server for each combination of preload, interpreter and variables."""
@@ -63,15 +66,19 @@ _at_exit = False
 
 
 def tail(path: str | Path, lines: int = 40) -> str:
-    """Return the last lines of a log file, or an empty string if it cannot be read."""
+    """Return the last lines of a log file, or an empty string if it cannot be read.
+
+    A line is the text that a terminal shows: without the text before a carriage return.
+    """
     try:
         with Path(path).open("rb") as file:
             file.seek(0, os.SEEK_END)
-            file.seek(max(0, file.tell() - 32_768))
+            file.seek(max(0, file.tell() - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
-    return "\n".join(text.splitlines()[-lines:])
+    shown = [line.rstrip("\r").rpartition("\r")[2] for line in text.rstrip("\n").split("\n")]
+    return "\n".join(shown[-lines:])
 
 
 _LONGEST_BASE = 64
@@ -455,7 +462,7 @@ def _start_error(server: ForkServer) -> WorkerStartError:
     if status is None:
         what = "took no connection"
     elif status < 0:
-        what = f"was killed by signal {-status}"
+        what = f"was killed by {signal_name(-status)}"
     else:
         what = f"ended with status {status}"
     return WorkerStartError(f"the fork server {what}", output=tail(server.log))

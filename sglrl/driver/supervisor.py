@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
+import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
@@ -27,11 +28,13 @@ from ..weights.channel import WeightChannel
 from ..wire.calls import Ready
 from ..wire.processes import ClientKeys, EngineSpec, WorkerSpec
 from ..wire.weights import rank_identity
+from .causes import Cause, cause_of_death, last_lines
 from .driver import Driver
 from .fork_server import tail
 from .hang_monitor import HangMonitor
 from .launcher import LaunchSpec
-from .worker_logs import WorkerLogs, last_exception
+from .oom_counter import OomCounter, read_oom_counter
+from .worker_logs import WorkerLogs
 from .worker_processes import Processes, Worker
 
 logger = logging.getLogger("sglrl.pool")
@@ -40,7 +43,7 @@ _LAST_LINES: Final = 5
 """Maximum lines of a lost worker's output in the log entry about the loss."""
 
 _MAX_LINES: Final = 1000
-"""Maximum lines of output in which to search for the exception that ended a worker."""
+"""Maximum lines of output in which to search for the error that ended a worker."""
 
 _RETURN_SECONDS: Final = 30.0
 """Seconds to wait for the return of a worker whose connection is broken. While its host is not
@@ -148,6 +151,7 @@ class Supervisor(DriverListener):
         identity = f"{index}-{secrets.token_hex(8)}".encode()
         log = self.logs.path(self._folder, index, self._forked[index])
         worker = Worker(index, identity, self._folder, log)
+        worker.oom_counter = self._oom_counter()
         specs = self._specs(worker, launch_spec)
         self._forked[index] += 1
         requests = self._processes.requests(worker, specs, launch_spec.env)
@@ -223,39 +227,47 @@ class Supervisor(DriverListener):
             if not worker.running:
                 worker.gone.set()
             return
-        reason = (
-            worker.exit_reason
-            or self._launcher.lost
-            or (f"killed by signal {-status}" if status < 0 else f"exited with status {status}")
-        )
-        exception = last_exception(tail(worker.log, _MAX_LINES)) if status > 0 else ""
-        named = f"{reason}: {exception}" if exception else reason
+        output = tail(worker.log, _MAX_LINES)
+        cause = self._cause(worker, status, output)
+        host = self._launcher.host(index)
+        where = f" on host {host}" if self._launcher.elsewhere and host else ""
         if not worker.ready.done():
-            host = self._launcher.host(index)
-            where = f" on host {host}" if self._launcher.elsewhere and host else ""
             worker.fail(
                 WorkerStartError(
-                    f"worker {index}{where} ended before it was ready: {named}",
+                    f"worker {index}{where} ended before it was ready: {cause}",
                     worker=index,
                     output=tail(worker.log),
                     log=self.logs.keep(worker.log),
                 )
             )
-        elif not worker.lost:
-            log = self.logs.keep(worker.log)
-            said = f"; its last output ({log}):\n{tail(worker.log, _LAST_LINES)}" if log else ""
+        elif not worker.lost or (worker.exit_reason and status not in (0, -signal.SIGKILL)):
+            entry = [f"worker {index}{where} was lost: {cause}"]
+            if log := self.logs.keep(worker.log):
+                entry += [*last_lines(status, output, _LAST_LINES), f"(the whole log: {log})"]
             level = logging.DEBUG if self._launcher.leaving else logging.ERROR
-            logger.log(level, "worker %d was lost: %s%s", index, named, said)
+            logger.log(level, "%s", "\n  ".join(entry))
         if self._launcher.leaving:
             worker.returns = False
-        self._lost(worker, reason, exception)
+        self._lost(worker, cause.reason, cause.detail)
         if worker.running:
             # One rank has exited: the other ranks cannot continue without it.
             self._processes.kill(worker)
         else:
             self._ended(worker)
 
-    def _lost(self, worker: Worker, reason: str, exception: str = "") -> None:
+    def _cause(self, worker: Worker, status: int, output: str) -> Cause:
+        """Return why a process of a worker exited."""
+        cause = cause_of_death(status, output, worker.oom_counter, self._oom_counter())
+        known = worker.exit_reason or self._launcher.lost
+        if known:
+            return Cause(known, "" if status == -signal.SIGKILL else str(cause))
+        return cause
+
+    def _oom_counter(self) -> OomCounter | None:
+        """Return the kernel's counter of kills, or None if the workers are on other machines."""
+        return None if self._launcher.elsewhere else read_oom_counter()
+
+    def _lost(self, worker: Worker, reason: str, detail: str = "") -> None:
         """Move the calls of a lost worker to other workers and decide whether to replace it.
 
         A replacement starts when all processes of the worker have exited.
@@ -270,14 +282,13 @@ class Supervisor(DriverListener):
             supervision = self._supervision[index]
             served = self._driver.fabric.members[index].served > 0
             worker.restart_in = supervision.lost(
-                reason, time.monotonic(), served=served, exception=exception
+                reason, time.monotonic(), served=served, detail=detail
             )
             if worker.restart_in is None:
                 reason = f"{reason} ({supervision.history}; {supervision.used_up})"
                 logger.error("worker %d is retired: %s", index, reason)
-                exception = ""
-        if exception:
-            reason = f"{reason}: {exception}"
+                detail = ""
+        reason = str(Cause(reason, detail))
         self._driver.workers.lost(index, reason, returns=worker.restart_in is not None)
 
     # --- replacements -----------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 import time
 from pathlib import Path
@@ -13,8 +12,6 @@ from typing import Final
 from ..config import cache_dir
 from ..errors import UsageError
 
-_TRACEBACK: Final = "Traceback (most recent call last):"
-_GROUP: Final = re.compile(r"^ +(\| ?|(?=\+-))")
 _MOST: Final = 50
 """Maximum number of logs of failed workers in the cache folder."""
 
@@ -74,21 +71,6 @@ class WorkerLogs:
             with contextlib.suppress(OSError):
                 old.unlink()
         return str(kept)
-
-
-def last_exception(output: str) -> str:
-    """Return the exception of the last traceback in an output, or "" if there is no traceback.
-
-    The result is the line with the type and message, and has at most 300 characters. If the
-    traceback has an exception group, the result is the last exception of the group.
-    """
-    # Python indents the lines of an exception in a group with spaces and "|".
-    lines = [_GROUP.sub("", line) for line in output.splitlines()]
-    begins = [i for i, line in enumerate(lines) if line.endswith(_TRACEBACK)]
-    for line in lines[begins[-1] + 1 :] if begins else ():
-        if line and not line[0].isspace() and not line.startswith("+-"):
-            return line[:300]
-    return ""
 
 
 def _age(path: Path) -> float:

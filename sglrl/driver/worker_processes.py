@@ -14,6 +14,7 @@ from ..transport.system_limits import no_file
 from ..wire.calls import Ready
 from ..wire.processes import Dump, Kill, WorkerSpec
 from .launcher import RANKS, Launcher
+from .oom_counter import OomCounter
 
 logger = logging.getLogger("sglrl.pool")
 
@@ -49,6 +50,8 @@ class Worker:
         """Whether a replacement follows a loss. False for a new worker until ``Pool.enter`` or
         ``Pool.add`` has succeeded."""
         self.restart_in: float | None = None
+        self.oom_counter: OomCounter | None = None
+        """The kernel's counter of kills at the fork. None if it is unknown."""
 
     @property
     def is_ready(self) -> bool:

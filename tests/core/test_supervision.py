@@ -51,18 +51,18 @@ def test_no_restarts() -> None:
 
 def test_history() -> None:
     supervision = Supervision(9, 60.0)
-    supervision.lost("killed by signal 9", 0.0, served=True)
-    assert supervision.history == "lost 1 time: killed by signal 9"
-    supervision.lost("killed by signal 9", 0.0, served=True)
+    supervision.lost("killed by SIGKILL", 0.0, served=True)
+    assert supervision.history == "lost 1 time: killed by SIGKILL"
+    supervision.lost("killed by SIGKILL", 0.0, served=True)
     supervision.lost("exited with status 1", 0.0, served=True)
     assert supervision.history == (
-        "lost 3 times: killed by signal 9 (2 times); exited with status 1"
+        "lost 3 times: killed by SIGKILL (2 times); exited with status 1"
     )
-    supervision.lost("exited with status 1", 0.0, served=True, exception="ValueError: no")
-    supervision.lost("killed by signal 9", 0.0, served=True)
+    supervision.lost("exited with status 1", 0.0, served=True, detail="ValueError: no")
+    supervision.lost("killed by SIGKILL", 0.0, served=True)
     assert supervision.history == (
-        "lost 5 times: killed by signal 9 (3 times); exited with status 1 (2 times); the last "
-        "exception is ValueError: no"
+        "lost 5 times: killed by SIGKILL (3 times); exited with status 1 (2 times); the last "
+        "error: ValueError: no"
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import textwrap
@@ -130,7 +129,7 @@ def test_no_more_processes() -> None:
             break
         assert out.startswith("WorkerStartError: ")
         assert f"the limit of processes and threads is reached (ulimit -u is {processes}" in out
-        assert f"killed by signal {signal.SIGABRT.value}" not in out
+        assert "SIGABRT" not in out
     assert processes > 6
     assert out == "made [7]\n"
 

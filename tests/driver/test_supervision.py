@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import re
 import resource
 import signal
 import struct
@@ -110,7 +111,7 @@ async def test_the_budget_is_used_up() -> None:
         for end in await asyncio.gather(*calls, return_exceptions=True):
             assert isinstance(end, sglrl.WorkerLost)
             assert "no worker is left" in str(end)
-            assert "lost 2 times: killed by signal 9 (2 times)" in str(end)
+            assert re.search(r"lost 2 times: killed by SIGKILL.* \(2 times\); ", str(end))
             assert "no more than 1 restart in 60 s" in str(end)
         assert states(client) == ["retired"]
         for ask in (client.generate(input_ids=IDS), client.wait_until_full()):
@@ -180,8 +181,8 @@ async def test_a_loss_names_the_exception() -> None:
     async with sglrl.spawn(Brittle, restarts=2) as brittle:
         for how, says in (
             ("interrupt", "exited with status 1: KeyboardInterrupt: the licence has expired"),
-            ("exit", "killed by signal 9"),
-            ("interrupt", "the last exception is KeyboardInterrupt: the licence has expired"),
+            ("exit", "killed by SIGKILL"),
+            ("interrupt", "the last error: KeyboardInterrupt: the licence has expired"),
         ):
             # A call might otherwise find a broken connection before the driver learns of the exit.
             call = asyncio.ensure_future(brittle.leave(how))
@@ -193,7 +194,7 @@ async def test_a_loss_names_the_exception() -> None:
                 await brittle.wait_until_full()
         with pytest.raises(sglrl.WorkerLost) as caught:
             await brittle.leave("")
-        assert "exited with status 1 (2 times); killed by signal 9" in str(caught.value)
+        assert "exited with status 1 (2 times); killed by SIGKILL" in str(caught.value)
         assert "KeyboardInterrupt: the licence has expired" in str(caught.value)
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -64,10 +62,11 @@ async def test_a_folder_has_the_logs_of_all_processes(
     assert logs["worker-1.log"] == logs["worker-0-1.log"] == everything
     assert logs["worker-0.log"] == everything + "leaves\n"
     (lost,) = [line for line in caplog.messages if "was lost" in line]
-    first, *last = lost.splitlines()
-    assert first.endswith("worker-0.log):")
-    assert str(folder) in first
-    assert last == ["line 96", "line 97", "line 98", "line 99", "leaves"]
+    first, *last, where = lost.splitlines()
+    assert first.startswith("worker 0 was lost: killed by SIGKILL")
+    assert last == ["  line 96", "  line 97", "  line 98", "  line 99", "  leaves"]
+    assert where.startswith(f"  (the whole log: {folder}/")
+    assert where.endswith("worker-0.log)")
     assert texts(cache / "logs") == {}
 
 
@@ -106,38 +105,3 @@ async def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(sglrl.UsageError, match=r"log_dir .*file/logs cannot be made: Not a dir"):
         await sglrl.spawn(Talker, log_dir=tmp_path / "file" / "logs")
-
-
-def grouped() -> None:
-    failures = []
-    for error in (KeyError("first"), ValueError("last\nline")):
-        try:
-            raise error
-        except Exception as raised:
-            failures.append(raised)
-    raise ExceptionGroup("two", failures)
-
-
-def chained() -> None:
-    try:
-        raise KeyError("first")
-    except KeyError as error:
-        error.add_note("a note")
-        raise LookupError("second") from error
-
-
-def quiet() -> None: ...
-
-
-@pytest.mark.parametrize(
-    ("fails", "expected"),
-    [(grouped, "ValueError: last"), (chained, "LookupError: second"), (quiet, "")],
-)
-def test_the_last_exception_of_an_output(fails: Callable[[], None], expected: str) -> None:
-    try:
-        fails()
-    except Exception:
-        text = traceback.format_exc()
-    else:
-        text = "no exception: ValueError: is a text\n"
-    assert worker_logs.last_exception(f"started\n{text}bye\n") == expected
