@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, Literal, Self, Unpack, overload
 
 from ..control.adapters import LoraMethods
-from ..control.client_base import Control, RemoteServer, not_started
+from ..control.client_base import Closable, Control, RemoteServer, not_started
 from ..control.engines import EngineMethods
 from ..control.observing import SnapshotMethods
 from ..control.pausing import PauseMethods
@@ -70,6 +70,7 @@ class Client(
         weight_device: Any = None,
         serve: Callable[[Client], RemoteServer] | None = None,
         prepare: Callable[[Client], Awaitable[None]] | None = None,
+        metrics: Callable[[Client], Closable] | None = None,
     ) -> None:
         super().__init__(pool, control, timeout)
         self._prepare = prepare
@@ -78,6 +79,8 @@ class Client(
         """The model's folder, or its name on the Hugging Face hub."""
         self.tokenizer_box = TokenizerBox(tokenizer or model, trust_tokenizer)
         self._serve = serve
+        self._serve_metrics = metrics
+        self._metrics: Closable | None = None
 
     async def __aenter__(self) -> Self:
         if self._prepare is not None:
@@ -97,6 +100,8 @@ class Client(
         if self._serve is not None:
             self._server = self._serve(self)
         try:
+            if self._serve_metrics is not None:
+                self._metrics = self._serve_metrics(self)
             await self._control.start()
             if self._weight_device is not None:
                 await self.connect_weights(device=self._weight_device)
@@ -135,6 +140,9 @@ class Client(
         """
         if self._driver is not None and self._driver.is_copied:
             return
+        if self._metrics is not None:
+            metrics, self._metrics = self._metrics, None
+            await metrics.close()
         await self.pool.close(drain=drain, timeout=timeout)
         await self._control.sender.close()
         if self._server is not None:

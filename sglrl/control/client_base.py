@@ -17,7 +17,13 @@ from .snapshot import Observed
 _P = TypeVar("_P")
 
 
-class RemoteServer(Protocol):
+class Closable(Protocol):
+    """Something that a client opens, and closes at its end."""
+
+    async def close(self) -> None: ...
+
+
+class RemoteServer(Closable, Protocol):
     """Serves clients in other processes."""
 
     address: str
@@ -27,8 +33,6 @@ class RemoteServer(Protocol):
     def entry(self) -> PoolEntry:
         """How processes of this machine connect to the pool."""
         ...
-
-    async def close(self) -> None: ...
 
 
 class AdapterNames(Protocol):

@@ -1,9 +1,8 @@
-"""The metrics of a gateway, for Prometheus."""
+"""The metrics of a gateway and of its pool, for Prometheus."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter as Counts
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -13,11 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from ..client.client import Client
-from ..control.engines import WorkerStats
-from ..core.members import GONE
+from ..control.prometheus import PoolMetrics
 from ..driver.driver import now
-from ..driver.worker_info import WorkerInfo
-from ..errors import SglrlError
 from ..inference.completion import Completion
 from .answers import token_counts
 from .dialect import TurnRequest
@@ -31,8 +27,6 @@ _TURN_SECONDS: Final = (
     0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0,
 )  # fmt: skip
 """Upper bounds of the buckets of both histograms, in seconds. A turn may take minutes."""
-_STATS_SECONDS: Final = 5.0
-"""Time limit for the engines' statistics. By default, Prometheus waits 10 s for all metrics."""
 
 
 class Metrics:
@@ -43,7 +37,6 @@ class Metrics:
     """
 
     def __init__(self, client: Client) -> None:
-        self._client = client
         self._registry = prometheus.CollectorRegistry()
         self._requests = self._counter("requests", "HTTP requests.", "endpoint", "status")
         self._choices = self._counter("choices", "Sampled choices.", "finish_reason")
@@ -60,20 +53,8 @@ class Metrics:
         )
         self._running = self._gauge("running_requests", "Requests that are being sampled.")
         self._sessions = self._gauge("open_sessions", "Open sessions.")
-        self._version = self._gauge("weight_version", "Policy version of the pool.")
-        self._workers = self._gauge("workers", "Workers of the pool.", "state")
-        self._engine_running = self._gauge(
-            "worker_running_requests", "Requests that a worker runs.", "worker"
-        )
-        self._engine_waiting = self._gauge(
-            "worker_waiting_requests", "Requests that wait at a worker.", "worker"
-        )
-        self._engine_kv = self._gauge(
-            "worker_kv_cache_usage", "Share of the KV cache in use, 0..1.", "worker"
-        )
-        self._engine_version = self._gauge(
-            "worker_weight_version", "Policy version of a worker.", "worker"
-        )
+        self._pool = PoolMetrics(client)
+        self._registry.register(self._pool)
 
     def answered(self, endpoint: str, status: int) -> None:
         """Count a request.
@@ -123,34 +104,11 @@ class Metrics:
             running: number of turns that are running.
             sessions: number of open sessions.
         """
-        try:
-            async with asyncio.timeout(_STATS_SECONDS):
-                stats = await self._client.stats()
-        except (SglrlError, TimeoutError):
-            # The other metrics are returned all the same. They are needed most when engines do not
-            # answer.
-            stats = []
+        await self._pool.take()
         self._running.set(running)
         self._sessions.set(sessions)
-        self._version.set(self._client.weight_version)
-        self._report(self._client.workers, stats)
         encode, media_type = choose_encoder(accept)
         return encode(self._registry), media_type
-
-    def _report(self, workers: Sequence[WorkerInfo], stats: Sequence[WorkerStats]) -> None:
-        """Replace the values of all metrics of workers."""
-        engine = self._engine_running, self._engine_waiting, self._engine_kv
-        for gauge in (self._workers, self._engine_version, *engine):
-            gauge.clear()
-        for state, count in Counts(worker.state for worker in workers).items():
-            self._workers.labels(state).set(count)
-        for worker in workers:
-            if worker.state not in GONE:
-                self._engine_version.labels(str(worker.id)).set(worker.weight_version)
-        for one in stats:
-            values = one.engine.running, one.engine.waiting, one.engine.kv_usage
-            for gauge, value in zip(engine, values, strict=True):
-                gauge.labels(str(one.worker)).set(value)
 
     def _counter(self, name: str, what: str, *labels: str) -> prometheus.Counter:
         return prometheus.Counter(_PREFIX + name, what, labels, registry=self._registry)

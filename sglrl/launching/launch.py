@@ -51,6 +51,7 @@ from .hub import check_on_hub
 from .interpreter import examine, find_python
 from .local_models import own_model
 from .lora_arguments import take_adapters
+from .metrics_port import metrics_server
 from .model_folder import check_model, own_dtype
 from .start_display import StartDisplay
 from .text_arguments import check_files
@@ -90,6 +91,7 @@ def launch(
     logit_processors: Sequence[str] = (),
     progress: bool | None = None,
     log_dir: str | os.PathLike[str] | None = None,
+    metrics_port: int | str | None = None,
     python: str | os.PathLike[str] | None = None,
     hosts: Hosts | Literal["ray", "slurm"] | None = None,
     **engine_args: Any,
@@ -190,6 +192,9 @@ def launch(
         log_dir: folder that keeps the output of every worker, one file for each process. None: only
             the output of a worker that fails is kept, in ``logs`` in ``$SGLRL_CACHE``. Errors and
             log lines name the file.
+        metrics_port: port at which this program serves the metrics of the pool for Prometheus, at
+            ``/metrics`` (extra ``metrics``). An integer is a port of the loopback interface;
+            "0.0.0.0:9100" is a port of all interfaces. None: no metrics are served.
         python: the interpreter of the workers ("/venv/bin/python"), in which the same version of
             sglrl is installed. This program then needs neither SGLang nor SGLang's version of
             torch. The interpreter starts with this program's environment variables. None: this
@@ -280,6 +285,7 @@ def launch(
             )
         groups = [None] * replicas
         engine_args.setdefault("vocab_size", FAKE_VOCAB_SIZE)
+    metrics = metrics_server(metrics_port)
     worker_env = check_env(env)
     check_address(address, keys=keys is not None, insecure=insecure)
     check_weight_device(weight_device)
@@ -367,6 +373,7 @@ def launch(
         weight_device=weight_device,
         serve=partial(PoolServer, pool),
         prepare=partial(_prepare, on_hub) if engine == "sglang" else None,
+        metrics=metrics,
     )
     client.tokenizer_box.shown = shown
     return client

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import re
+import signal
+import socket
 from collections import Counter
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import pytest_asyncio
+import torch
 from engine.policies import until_running
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -67,13 +73,17 @@ class Scrape:
         assert len(found) <= 1
         return found[0] if found else 0.0
 
+    @property
+    def choices(self) -> dict[str, float]:
+        return self.by_label("sglrl_gateway_choices_total", "finish_reason")
+
     def by_label(self, name: str, label: str) -> dict[str, float]:
-        """Return the values of a metric that has one label."""
+        """Return the values of a metric that has one label, by its whole name."""
         return {
             sample.labels[label]: sample.value
             for family in self.families
             for sample in family.samples
-            if sample.name == f"sglrl_gateway_{name}"
+            if sample.name == name
         }
 
 
@@ -130,7 +140,7 @@ async def test_requests_tokens_and_times(http: httpx.AsyncClient) -> None:
     ):
         assert found.value("requests_total", endpoint=endpoint, status=str(status)) == count
     ends = {"length": 2 * (1 + 3 + 4), "error": 4}
-    assert found.by_label("choices_total", "finish_reason") == ends
+    assert found.choices == ends
     assert found.value("e2e_request_latency_seconds_count") == len(good)
     assert found.value("time_to_first_token_seconds_count") == len(good) / 2
     total = found.value("e2e_request_latency_seconds_sum")
@@ -160,7 +170,10 @@ async def test_cached_tokens(pool: sglrl.Client) -> None:
     found = Scrape(text.decode())
     totals = {name: found.value(f"{name}_tokens_total") for name in COUNTED}
     assert totals == {"prompt": 5, "generation": 4, "cached": 3}
-    assert found.by_label("choices_total", "finish_reason") == {"length": 2, "stop": 1}
+    assert found.choices == {
+        "length": 2,
+        "stop": 1,
+    }
 
 
 async def test_sessions(http: httpx.AsyncClient) -> None:
@@ -190,14 +203,14 @@ async def test_turns_that_run(pool: sglrl.Client, http: httpx.AsyncClient) -> No
     await until_running(pool, 3)
     found = await scrape(http)
     assert found.value("running_requests") == 3
-    running = found.by_label("worker_running_requests", "worker")
+    running = found.by_label("sglang:num_running_reqs", "worker")
     assert set(running) == {"0", "1"}
     assert sum(running.values()) == 3
-    assert found.by_label("worker_waiting_requests", "worker") == {"0": 0, "1": 0}
-    assert found.by_label("worker_weight_version", "worker") == {"0": 0, "1": 0}
-    usage = found.by_label("worker_kv_cache_usage", "worker")
+    assert found.by_label("sglang:num_queue_reqs", "worker") == {"0": 0, "1": 0}
+    assert found.by_label("sglrl_worker_weight_version", "worker") == {"0": 0, "1": 0}
+    usage = found.by_label("sglang:token_usage", "worker")
     assert all((0 < usage[worker] < 1) == (running[worker] > 0) for worker in ("0", "1"))
-    assert found.by_label("workers", "state") == {"ready": 2}
+    assert found.by_label("sglrl_workers", "state") == {"ready": 2}
     assert (await http.post("/abort_request", json={"rid": "slow"})).json() == {"aborted": 3}
     for answer in await asyncio.gather(*slow):
         assert answer.json()["meta_info"]["finish_reason"]["type"] == "abort"
@@ -208,7 +221,10 @@ async def test_turns_that_run(pool: sglrl.Client, http: httpx.AsyncClient) -> No
     await http.delete(f"/sessions/{made['id']}", headers=headers)
     assert (await turn).status_code == 503
     found = await scrape(http)
-    assert found.by_label("choices_total", "finish_reason") == {"abort": 3, "cancelled": 1}
+    assert found.choices == {
+        "abort": 3,
+        "cancelled": 1,
+    }
     assert found.value("running_requests") == 0
     assert found.value("requests_total", endpoint="/generate", status="503") == 1
 
@@ -242,4 +258,60 @@ async def test_a_pool_that_has_closed() -> None:
         await client.close()
         found = await scrape(http)
     assert found.value("generation_tokens_total") == 4
-    assert found.by_label("worker_running_requests", "worker") == {}
+    assert found.by_label("sglang:num_running_reqs", "worker") == {}
+
+
+async def test_metrics_port(pool: sglrl.Client) -> None:
+    """The metrics of a pool without a gateway, beside what its client says."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    async with sglrl.launch("tiny", engine="fake", replicas=2, metrics_port=port) as client:
+        with pytest.raises(sglrl.UsageError, match="metrics_port: cannot listen"):
+            async with sglrl.launch("tiny", engine="fake", metrics_port=port):
+                pass
+        await client.generate(input_ids=[3, 4], max_new_tokens=5)
+        await client.update_weights({"w": torch.zeros(10, 10)})
+
+        async def agent(session: Any, item: Any) -> dict[str, float]:
+            await session.generate(max_new_tokens=2)
+            return {"right": 1.0, "short": 0.5}
+
+        items = [{"input_ids": [i + 1]} for i in range(3)]
+        async with sglrl.rollout(client, agent, items, group_size=2) as run:
+            await run.take(3)
+            async with httpx.AsyncClient() as http:
+                answer = await http.get(f"http://127.0.0.1:{port}/metrics")
+                found = Scrape(answer.text)
+                os.kill(client.workers[1].pid, signal.SIGSTOP)
+                try:
+                    stopped = Scrape((await http.get(f"http://127.0.0.1:{port}/metrics")).text)
+                finally:
+                    os.kill(client.workers[1].pid, signal.SIGCONT)
+        stats = {str(one.worker): one.engine for one in await client.stats()}
+    # The dashboard shows metrics that exist, except the times of tools, which this agent has not.
+    dashboard = (Path(__file__).parents[2] / "docs/grafana.json").read_text(encoding="utf-8")
+    shown = set(re.findall(r"\b(?:sglang:|sglrl_)\w+", dashboard))
+    served = {sample.name for family in found.families for sample in family.samples}
+    assert len(shown) == 17
+    assert shown - served == {"sglrl_rollout_tool_seconds_mean"}
+    generated = {worker: one.generated_tokens for worker, one in stats.items()}
+    assert found.by_label("sglang:generation_tokens_total", "worker") == generated
+    assert sum(generated.values()) == 5 + 3 * 2 * 2
+    assert found.by_label("sglrl_workers", "state") == {"ready": 2}
+    assert found.by_label("sglrl_worker_weight_version", "worker") == {"0": 1, "1": 1}
+    assert found.by_label("sglrl_worker_restarts_total", "worker") == {"0": 0, "1": 0}
+    assert found.by_label("sglrl_rollout_groups_taken", "rollout") == {"0": 3}
+    assert found.by_label("sglrl_rollout_named_reward", "name") == {"right": 1, "short": 0.5}
+    sizes = [f for f in found.families if f.name == "sglrl_update_bytes"]
+    assert [sample.value for family in sizes for sample in family.samples] == [400]
+    assert set(stopped.by_label("sglang:num_running_reqs", "worker")) == {"0"}
+    assert stopped.by_label("sglrl_worker_weight_version", "worker") == {"0": 1, "1": 1}
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+
+
+@pytest.mark.parametrize("wrong", [0, 70_000, True, "9100", "host:", ":9100", "host:x", 1.5])
+async def test_wrong_ports(wrong: Any) -> None:
+    with pytest.raises(sglrl.UsageError, match="metrics_port must be a port"):
+        sglrl.launch("tiny", engine="fake", metrics_port=wrong)
