@@ -120,6 +120,8 @@ def _print(report: Report, results: dict[str, Any]) -> None:
     for name, result in results.items():
         if "idle_cpu" in result:
             rows.append((f"{name}: idle worker, share of a core", f"{result['idle_cpu']:.2%}"))
+            share = result["watching"]
+            rows.append((f"{name}: a snapshot and metrics each second", f"{share:.2%} of a core"))
             read = result["arrays_read"]["rate"]
             rows.append((f"{name}: req/s at 512 when both arrays are read", read))
         if "resident_bytes" in result:
@@ -143,6 +145,8 @@ def _compare(report: Report, results: dict[str, Any]) -> None:
     target = report.target
     target("p50 at 1 in flight", 200, ours and ours["latency"]["p50_us"], "us", at_most=True)
     target("requests/s at 512 in flight", 100_000, rate(name))
+    watching = ours and 100 * ours["watching"]
+    target("a snapshot and metrics each second", 1, watching, "% of a core", at_most=True)
     target("times HTTP", 20, ratio(rate(name), rate("HTTP")))
     target("times Ray", 40, ratio(rate(name), rate("Ray actor")))
     target("a waiting call", 4096, waiting and waiting["resident_bytes"], "bytes", at_most=True)

@@ -15,6 +15,9 @@ from collections import deque
 from typing import Any
 
 import psutil
+from prometheus_client import CollectorRegistry, generate_latest
+
+from sglrl.control.prometheus import PoolMetrics
 
 from .fabric_peers import measure_actor
 from .fake_pool import SIMULATED_ENGINE, fake_pool, generate_calls
@@ -46,8 +49,21 @@ async def sglrl(
         windows = await closed_loop(and_read, 512, load.seconds, load.repeats)
         result["arrays_read"] = rate_summary(windows)
         note("idle workers")
+        note("snapshots")
+        result["watching"] = await _watching(client, 20 if load.seconds < 1 else 200)
         result["idle_cpu"] = await _idle_cpu([w.pid for w in client.workers], idle_seconds)
     return result
+
+
+async def _watching(client: Any, count: int) -> float:
+    """Return the CPU seconds of the driver for one snapshot and its text for Prometheus."""
+    metrics, registry = PoolMetrics(client), CollectorRegistry()
+    registry.register(metrics)
+    begun = time.process_time()
+    for _ in range(count):
+        await metrics.take()
+        generate_latest(registry)
+    return (time.process_time() - begun) / count
 
 
 async def _idle_cpu(pids: list[int], seconds: float) -> float:
