@@ -64,6 +64,9 @@ def main(
     given = [text for name, value in options.items() for text in (f"--{name}", str(value))]
     limits = {"target": target, "seconds": seconds}
     output = output.absolute()
+    for name in _SYSTEMS.values():
+        # A recipe refuses to overwrite the log of another run.
+        (output / name / "log.csv").unlink(missing_ok=True)
     report = Report("trainers", json)
     plan = {
         title: partial(

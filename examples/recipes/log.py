@@ -22,6 +22,7 @@ class Log:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
+            print("tensorboard is not installed, so only log.csv is written")
             self.board = None
         else:
             self.board = SummaryWriter(folder)
@@ -56,6 +57,7 @@ def plot(folders, output, title):
     right.set(xlabel="seconds since the first step")
     left.legend(loc="lower right")
     figure.savefig(output, dpi=120)
+    print(f"the plot is in {output}")
 
 
 def main():

@@ -8,7 +8,9 @@ import asyncio
 import json
 import math
 from pathlib import Path
+from statistics import fmean
 
+import tensordict  # noqa: F401 (of the extra recipes; missing packages are found before the start)
 import torch
 from log import Log
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -41,16 +43,29 @@ def options(about, arguments=None, more=None, **defaults):
         shown = "" if value == "" else f" (default: {value})"
         parser.add_argument(f"--{name}", default=value, type=type(value), help=text + shown)
     chosen = parser.parse_args(arguments)
+    for name in ("steps", "groups", "every", "heldout"):
+        if getattr(chosen, name) < 1:
+            parser.error(f"--{name} must be at least 1")
+    if chosen.samples < 2:
+        parser.error("--samples must be at least 2, because a sample is compared with others")
+    if chosen.filter not in (0, 1):
+        parser.error("--filter is 0 or 1")
+    try:
+        chosen.engine = dict(json.loads(chosen.engine))
+    except (ValueError, TypeError):
+        parser.error("--engine must be a JSON object, such as '{\"mem_fraction_static\": 0.5}'")
     if chosen.device == "auto":
         chosen.device = "cuda" if torch.cuda.is_available() else "cpu"
     chosen.output = Path(chosen.output or f"runs/{Path(parser.prog).stem}")
+    if (chosen.output / "log.csv").exists():
+        parser.error(f"{chosen.output} has the log of another run: choose another --output")
     return chosen
 
 
 def engine_of(chosen):
     """Return the arguments of ``sglrl.launch``. On a GPU, leave most memory to the trainer."""
     memory = {"mem_fraction_static": 0.3} if chosen.device == "cuda" else {}
-    return {"device": chosen.device} | memory | json.loads(chosen.engine)
+    return {"device": chosen.device} | memory | chosen.engine
 
 
 class Policy:
@@ -159,16 +174,18 @@ async def train(
     async with run:
         for step in range(1, chosen.steps + 1):
             groups = await run.take(chosen.groups, timeout=600)
+            trained = [t for group in groups for t in group.trajectories]
             stats = await asyncio.to_thread(policy.train, groups)
             report = await client.update_weights(policy.model)
             due = step % chosen.every == 0 or step == chosen.steps
             log.write(
                 step,
                 heldout=await score() if due else math.nan,
-                reward=run.metrics.mean_reward,
-                staleness=run.metrics.mean_staleness,
+                reward=fmean(t.reward for t in trained),
+                staleness=fmean(group.staleness for group in groups),
                 tokens_per_s=run.metrics.step.tokens_per_second,
                 update_ms=report.total_ms,
                 **stats,
             )
     policy.save(folder / "model", sglrl.local_model(chosen.model))
+    print(f"the log and the model are in {folder}")

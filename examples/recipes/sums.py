@@ -49,6 +49,8 @@ def split(chosen):
 
 def main():
     chosen = options(__doc__)
+    if chosen.heldout >= len(PAIRS):
+        raise SystemExit(f"--heldout must be less than the {len(PAIRS)} pairs of numbers")
     sglrl.run(learn(chosen, agent, *split(chosen)))
 
 

@@ -12,7 +12,6 @@ The harness "null" starts a process for each sample, which takes a second of a c
 """
 
 import itertools
-import json
 import random
 from pathlib import Path
 
@@ -73,7 +72,7 @@ def main():
         more={"python": ("", "the Python of the environment with SGLang")},
     )
     if chosen.python:
-        chosen.engine = json.dumps({"python": chosen.python} | json.loads(chosen.engine))
+        chosen.engine["python"] = chosen.python
     env = VerifiersEnv(ENVIRONMENT)
     tasks = env.tasks()
     heldout = [*itertools.islice(tasks, chosen.heldout)]
