@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-from collections.abc import Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, BinaryIO, Final
 from zlib import crc32
 
@@ -55,10 +55,11 @@ def save(path: str | os.PathLike[str], trajectories: Given[Trajectory]) -> None:
     with new_content(path) as file:
         file.write(_HEADER.pack(_MAGIC, _VERSION, 0))
         count = 0
-        for count, trajectory in enumerate(each_trajectory(trajectories), 1):
-            record = _encode(trajectory, count - 1)
+        for index, trajectory in numbered(trajectories):
+            record = _encode(trajectory, index)
             file.write(_FRAME.pack(len(record), crc32(record)))
             file.write(record)
+            count = index + 1
         file.seek(0)
         file.write(_HEADER.pack(_MAGIC, _VERSION, count))
 
@@ -74,42 +75,49 @@ def load(path: str | os.PathLike[str], *, tokenizer: Any = None) -> list[Traject
         UsageError: the file has another format or version, is truncated, or is damaged.
         OSError: the file cannot be read.
     """
-    with open(path, "rb") as file:
-        left = os.fstat(file.fileno()).st_size
-        if file.read(len(_MAGIC)) != _MAGIC:
-            raise UsageError(f"{path} is not a file of trajectories: its first bytes are wrong")
-        if left < _HEADER.size:
-            raise UsageError(f"{path} is cut short: it ends in its header")
-        file.seek(0)
-        _, version, count = _HEADER.unpack(file.read(_HEADER.size))
-        if version != _VERSION:
-            raise UsageError(
-                f"{path} has version {version} of the format, this sglrl reads version {_VERSION}; "
-                "read it with the sglrl that wrote it"
-            )
-        left -= _HEADER.size
-        trajectories: list[Trajectory] = []
-        for index in range(count):
-            where = f"trajectory {index} of {count}"
-            record, left = _next_record(file, left, path, where)
-            try:
-                trajectories.append(_decode(record))
-            # msgspec and numpy raise these errors for malformed bytes. In msgspec 0.19,
-            # MsgspecError is not a ValueError.
-            except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
-                why = malformed(error, record)
-                raise UsageError(f"{path} is damaged: {where}: {why}") from error
-        if left:
-            raise UsageError(f"{path} is damaged: {left} bytes follow its last trajectory")
+    return list(iter_load(path, tokenizer=tokenizer))
+
+
+def iter_load(
+    path: str | os.PathLike[str], *, tokenizer: Any = None
+) -> Generator[Trajectory, None, None]:
+    """Yield the trajectories of a file that ``save`` wrote, one at a time.
+
+    ::
+
+        for trajectory in sglrl.iter_load("step_7.traj"):
+            ...
+
+    Memory does not grow with the size of the file. The file is opened for the first trajectory. It
+    is closed after the last one, and when the generator is closed. A ``for`` loop that ends early
+    closes a generator that nothing else refers to. If you keep the generator in a variable, call
+    its ``close`` method.
+
+    Arguments and errors are those of ``load``. An error is raised when the loop reaches the damaged
+    place. So the trajectories before it are yielded.
+    """
+    decode = None
     if tokenizer is not None:
 
         def decode(ids: Sequence[int], skip_special_tokens: bool) -> str:
             text: str = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
             return text
 
-        for trajectory in trajectories:
-            trajectory.with_decode(decode)
-    return trajectories
+    with open(path, "rb") as file:
+        count, left = _read_header(file, path)
+        for index in range(count):
+            where = f"trajectory {index} of {count}"
+            record, left = _next_record(file, left, path, where)
+            try:
+                trajectory = _decode(record)
+            # msgspec and numpy raise these errors for malformed bytes. In msgspec 0.19,
+            # MsgspecError is not a ValueError.
+            except (msgspec.MsgspecError, ValueError, TypeError, RecursionError) as error:
+                why = malformed(error, record)
+                raise UsageError(f"{path} is damaged: {where}: {why}") from error
+            yield trajectory if decode is None else trajectory.with_decode(decode)
+        if left:
+            raise UsageError(f"{path} is damaged: {left} bytes follow its last trajectory")
 
 
 def to_jsonl(path: str | os.PathLike[str], trajectories: Given[Trajectory]) -> None:
@@ -126,26 +134,50 @@ def to_jsonl(path: str | os.PathLike[str], trajectories: Given[Trajectory]) -> N
         OSError: the file cannot be written.
     """
     with new_content(path) as file:
-        for index, trajectory in enumerate(each_trajectory(trajectories)):
-            file.write(_json_line(trajectory, index))
+        for index, trajectory in numbered(trajectories):
+            with metadata_errors(index):
+                file.write(json_of(fields_of(trajectory)) + b"\n")
 
 
-def _json_line(trajectory: Trajectory, index: int) -> bytes:
-    if not isinstance(trajectory, Trajectory):
-        kind = type(trajectory).__name__
-        raise UsageError(f"item {index} is a {kind}, not a Trajectory or a Group")
+def numbered(given: Given[Trajectory]) -> Iterator[tuple[int, Trajectory]]:
+    """Yield each of the given trajectories, and of the groups' trajectories, with its index.
+
+    Raises:
+        UsageError: an item is not a ``Trajectory`` or a ``Group``.
+    """
+    for index, trajectory in enumerate(each_trajectory(given)):
+        if not isinstance(trajectory, Trajectory):
+            kind = type(trajectory).__name__
+            raise UsageError(f"item {index} is a {kind}, not a Trajectory or a Group")
+        yield index, trajectory
+
+
+@contextlib.contextmanager
+def metadata_errors(index: int) -> Iterator[None]:
+    """Raise ``UsageError`` if the block cannot encode trajectory ``index``.
+
+    The constructor has checked all other fields, so the metadata or the messages are the cause.
+    """
     try:
-        # msgspec writes NaN as null.
-        return msgspec.json.encode(_fields(trajectory), enc_hook=_plain) + b"\n"
+        yield
     except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise UsageError(f"the metadata of trajectory {index} cannot be saved: {error}") from error
 
 
-def _fields(trajectory: Trajectory) -> dict[str, Any]:
+def json_of(value: Any) -> bytes:
+    """Return a value as JSON. Arrays become lists, and NaN becomes null."""
+    return msgspec.json.encode(value, enc_hook=_plain)
+
+
+def fields_of(trajectory: Trajectory) -> dict[str, Any]:
+    """Return the fields of a trajectory that other programs get, by name.
+
+    Arrays stay arrays. Turns and branches are dicts.
+    """
     text = None
     with contextlib.suppress(UsageError):
         text = trajectory.text
-    mask, loras = trajectory.sampling_mask, trajectory.lora_versions
+    mask = trajectory.sampling_mask
     return {
         "text": text,
         "messages": trajectory.messages,
@@ -153,19 +185,39 @@ def _fields(trajectory: Trajectory) -> dict[str, Any]:
         "finish_reason": trajectory.finish_reason,
         "oldest_version": trajectory.oldest_version,
         "oldest_versions": trajectory.oldest_versions,
-        **{name: getattr(trajectory, name).tolist() for name in _ARRAYS},
-        "sampling_mask": None if mask is None else [ids.tolist() for ids in mask.sets()],
-        "lora_versions": None if loras is None else loras.tolist(),
+        **{name: getattr(trajectory, name) for name in _ARRAYS},
+        "sampling_mask": None if mask is None else mask.sets(),
+        "lora_versions": trajectory.lora_versions,
         "turns": [_turn_fields(turn) for turn in trajectory.turns],
         "timing": trajectory.timing._asdict(),
         "metadata": trajectory.metadata,
-        "branches": [_fields(branch) for branch in trajectory.branches],
+        "branches": [fields_of(branch) for branch in trajectory.branches],
     }
 
 
 def _turn_fields(turn: Turn) -> dict[str, Any]:
     rewards = [msgspec.structs.asdict(reward) for reward in turn.rewards]
     return {**msgspec.structs.asdict(turn), "rewards": rewards}
+
+
+def _read_header(file: BinaryIO, path: str | os.PathLike[str]) -> tuple[int, int]:
+    """Return the number of records, and the number of bytes after the header."""
+    size = os.fstat(file.fileno()).st_size
+    if file.read(len(_MAGIC)) != _MAGIC:
+        why = "its first bytes are wrong" if size else "it is empty"
+        raise UsageError(
+            f"{path} is not a file of trajectories: {why}; sglrl.rollouts.save writes such files"
+        )
+    if size < _HEADER.size:
+        raise UsageError(f"{path} is cut short: it ends in its header")
+    file.seek(0)
+    _, version, count = _HEADER.unpack(file.read(_HEADER.size))
+    if version != _VERSION:
+        raise UsageError(
+            f"{path} has version {version} of the format, this sglrl reads version {_VERSION}; "
+            "read it with the sglrl that wrote it"
+        )
+    return count, size - _HEADER.size
 
 
 def _next_record(
@@ -195,14 +247,8 @@ _decoder = msgspec.msgpack.Decoder(Record)
 
 
 def _encode(trajectory: Trajectory, index: int) -> bytes:
-    if not isinstance(trajectory, Trajectory):
-        kind = type(trajectory).__name__
-        raise UsageError(f"item {index} is a {kind}, not a Trajectory or a Group")
-    try:
+    with metadata_errors(index):
         return _encoder.encode(record_of(trajectory))
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
-        # The constructor has checked all other fields, so the metadata caused the error.
-        raise UsageError(f"the metadata of trajectory {index} cannot be saved: {error}") from error
 
 
 def _decode(data: bytes) -> Trajectory:

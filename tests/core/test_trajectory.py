@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import subprocess
 import sys
 import tempfile
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 from zlib import crc32
 
 import msgspec
@@ -25,7 +27,7 @@ from sglrl.inference.sampling import SamplingParams
 from sglrl.sessions import trajectory_files
 from sglrl.sessions.rewards import Reward
 from sglrl.sessions.trajectory import Trajectory
-from sglrl.sessions.trajectory_files import load, save
+from sglrl.sessions.trajectory_files import iter_load, load, save
 from sglrl.sessions.turn import TrajectoryTiming, Turn
 from sglrl.wire.engine import TokenChunk
 
@@ -403,7 +405,8 @@ def test_a_file_that_cannot_be_written_or_read(tmp_path: Path) -> None:
 def test_a_foreign_file(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "foreign"
     path.write_bytes(content)
-    with pytest.raises(UsageError, match="foreign is not a file of trajectories"):
+    why = "its first bytes are wrong" if content else "it is empty"
+    with pytest.raises(UsageError, match=f"foreign is not a file of trajectories: {why}; sglrl"):
         load(path)
 
 
@@ -449,6 +452,75 @@ def test_a_file_with_any_byte_changed(folder: Path, written: bytes) -> None:
 
 def test_a_file_with_something_behind_it(folder: Path, written: bytes) -> None:
     assert "is damaged: 3 bytes follow" in refused(folder, written + b"abc")
+
+
+def test_iter_load_reads_one_trajectory_at_a_time(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    given = [make(metadata={"i": i, "text": "x" * 100_000}) for i in range(40)]
+    save(path, given)
+    tracemalloc.start()
+    try:
+        seen = 0
+        for i, one in enumerate(iter_load(path)):
+            assert_same(one, given[i])
+            seen += 1
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert seen == 40
+    # The file has 4 MB. Two records and two trajectories have 0.4 MB.
+    assert peak < 1_000_000
+
+
+def test_iter_load_yields_what_is_before_the_damage(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    save(path, [make(), make(metadata={"last": 1})])
+    path.write_bytes(path.read_bytes()[:-1])
+    reading = iter_load(path)
+    assert_same(next(reading), make())
+    with pytest.raises(UsageError, match="x is cut short: trajectory 1 of 2 is missing"):
+        next(reading)
+
+
+@pytest.mark.parametrize("ending", ["break", "error", "close"])
+def test_iter_load_closes_its_file_when_the_loop_ends_early(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    path = tmp_path / "x"
+    save(path, [make()] * 3)
+    opened: list[BinaryIO] = []
+
+    def noted(*arguments: Any) -> Any:
+        opened.append(open(*arguments))  # noqa: SIM115
+        return opened[-1]
+
+    monkeypatch.setattr(trajectory_files, "open", noted, raising=False)
+    if ending == "close":
+        reading = iter_load(path)
+        next(reading)
+        assert not opened[0].closed
+        reading.close()
+    else:
+        with contextlib.suppress(KeyError):
+            for _ in iter_load(path):
+                assert not opened[0].closed
+                if ending == "error":
+                    raise KeyError
+                break
+    (file,) = opened
+    assert file.closed
+
+
+def test_iter_load_sets_the_decoder(tmp_path: Path) -> None:
+    class Tokenizer:
+        def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
+            return f"{ids} {skip_special_tokens}"
+
+    save(tmp_path / "x", [make(branches=(make(response_ids=[1, 2, 3, 4, 5]),))])
+    for reader in (iter_load, load):
+        (one,) = reader(tmp_path / "x", tokenizer=Tokenizer())
+        assert one.text == "[4, 5, 6, 7, 8] False"
+        assert one.branches[0].text == "[1, 2, 3, 4, 5] False"
 
 
 def with_record(record: bytes) -> bytes:
