@@ -13,10 +13,11 @@
 """
 
 from ..core.rollout_metrics import Distribution, RolloutMetrics, StepMetrics
+from ..sessions.parquet_file import to_parquet
 from ..sessions.session import Session
 from ..sessions.tensors import stack
 from ..sessions.trajectory import Trajectory
-from ..sessions.trajectory_files import load, save, to_jsonl
+from ..sessions.trajectory_files import iter_load, load, save, to_jsonl
 from ..sessions.turn import TrajectoryTiming, Turn
 from .dataset import session_arguments
 from .group import Group
@@ -32,10 +33,12 @@ __all__ = [
     "Trajectory",
     "TrajectoryTiming",
     "Turn",
+    "iter_load",
     "load",
     "rollout",
     "save",
     "session_arguments",
     "stack",
     "to_jsonl",
+    "to_parquet",
 ]

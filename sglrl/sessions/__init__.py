@@ -8,6 +8,6 @@
 * ``rewards``: the rewards of the turns;
 * ``tools``: runs the tools that the model calls;
 * ``trajectory``, ``turn``: the trajectory, as arrays;
-* ``tensors``, ``trajectory_files``: trajectories as tensors, and in files;
+* ``tensors``, ``trajectory_files``, ``parquet_file``: trajectories as tensors, and in files;
 * ``gate``: makes turns wait while a run is paused.
 """
