@@ -86,11 +86,9 @@ if TYPE_CHECKING:
     from .rollouts.evaluation import Evaluation, evaluate
     from .rollouts.group import Group
     from .rollouts.run import Rollout, rollout
-    from .sessions.parquet_file import to_parquet
     from .sessions.rewards import Reward
     from .sessions.session import Session
     from .sessions.trajectory import Trajectory
-    from .sessions.trajectory_files import iter_load
     from .sessions.turn import TrajectoryTiming, Turn
     from .wire.adapters import LoraInfo
     from .wire.engine import EngineInfo, EngineStats
@@ -172,7 +170,6 @@ _HOME = {
     "connect": "remote.client",
     "endpoint": "actors.actor",
     "evaluate": "rollouts.evaluation",
-    "iter_load": "sessions.trajectory_files",
     "launch": "launching.launch",
     "local_model": "launching.local_models",
     "rollout": "rollouts.run",
@@ -180,7 +177,6 @@ _HOME = {
     "serve": "gateway.serve",
     "spawn": "actors.spawning",
     "tiny_model": "launching.tiny_model",
-    "to_parquet": "sessions.parquet_file",
 }
 
 __all__ = [
@@ -260,7 +256,6 @@ __all__ = [
     "connect",
     "endpoint",
     "evaluate",
-    "iter_load",
     "launch",
     "local_model",
     "rollout",
@@ -268,7 +263,6 @@ __all__ = [
     "serve",
     "spawn",
     "tiny_model",
-    "to_parquet",
 ]
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from typing import Final
 
 import msgspec
+import numpy as np
+from numpy.typing import ArrayLike
 
 from .rollout_group import GIVEN_UP, STALE
 
@@ -26,6 +28,15 @@ class Distribution(msgspec.Struct, frozen=True, kw_only=True):
     p90: float = math.nan
     p99: float = math.nan
     max: float = math.nan
+
+    @classmethod
+    def of(cls, values: ArrayLike) -> Distribution:
+        """Return the distribution of some numbers."""
+        array = np.asarray(values, np.float64)
+        if not array.size:
+            return cls()
+        p50, p90, p99 = np.percentile(array, (50, 90, 99)).tolist()
+        return cls(mean=float(array.mean()), p50=p50, p90=p90, p99=p99, max=float(array.max()))
 
 
 class StepMetrics(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,11 +48,7 @@ class _Latest:
         return float(self.values.std()) if self._added else math.nan
 
     def distribution(self) -> Distribution:
-        if not self._added:
-            return Distribution()
-        values = self.values
-        p50, p90, p99 = np.percentile(values, (50, 90, 99)).tolist()
-        return Distribution(mean=self.mean, p50=p50, p90=p90, p99=p99, max=float(values.max()))
+        return Distribution.of(self.values)
 
 
 class MetricsRecorder:

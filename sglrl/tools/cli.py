@@ -1,4 +1,4 @@
-"""The ``sglrl`` command: demo, check, generate, eval, serve, call, top, node, doctor, keys.
+"""The ``sglrl`` command, with a subcommand in each module of this package.
 
 The exit code is 0 after success, 1 if a check or the engine failed, 2 after wrong usage, and 130
 after Ctrl-C.
@@ -36,6 +36,7 @@ from .options import (
     check_target,
     launch_arguments,
 )
+from .rollouts import rollouts
 from .sampling_options import sampling_options
 from .serve import serve
 from .top.command import top
@@ -60,6 +61,7 @@ def _complain(what: str) -> None:
 _EXTRAS: Final = {
     "demo": ("matplotlib", "tensordict"),
     "gateway": ("httptools", "httpx", "jinja2", "prometheus_client", "starlette", "uvicorn"),
+    "parquet": ("pyarrow",),
     "ray": ("ray",),
     "renderers": ("renderers",),
     "top": ("textual", "textual_serve"),
@@ -315,6 +317,7 @@ _command(node)
 _command(serve)
 _command(call)
 _command(top)
+_command(rollouts)
 
 
 @_command

@@ -15,6 +15,7 @@ import pytest
 from msgspec.structs import asdict
 
 import sglrl
+import sglrl.rollouts
 from sglrl.inference.sampling_mask import SamplingMask
 from sglrl.rollouts import to_jsonl
 from sglrl.sessions import parquet_file
@@ -104,7 +105,7 @@ def assert_row(
 
 def test_datasets_loads_parquet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = [make(), full(), make(messages=[], metadata={"other": [1, "two", None], "item": "x"})]
-    sglrl.to_parquet(tmp_path / "file.parquet", given)
+    sglrl.rollouts.to_parquet(tmp_path / "file.parquet", given)
     data = loaded("parquet", tmp_path / "file.parquet", tmp_path / "cache", monkeypatch)
     assert len(data) == 3
     for name, dtype in ARRAYS.items():
@@ -130,7 +131,7 @@ def test_every_file_has_the_same_schema(tmp_path: Path) -> None:
     plain = make(messages=None, metadata={}, turns=(sglrl.Turn(start=0, stop=4),))
     schemas = []
     for name, given in (("empty", []), ("plain", [plain]), ("full", [full()])):
-        sglrl.to_parquet(tmp_path / name, given)
+        sglrl.rollouts.to_parquet(tmp_path / name, given)
         schemas.append(pyarrow.parquet.read_schema(tmp_path / name))
         table = pyarrow.parquet.read_table(tmp_path / name)
         assert table.num_rows == len(given)
@@ -159,7 +160,7 @@ def test_row_groups_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             assert sum(written) == i // 3 * 3
             yield make(metadata={"item": i, "sample": 0})
 
-    sglrl.to_parquet(tmp_path / "file", given())
+    sglrl.rollouts.to_parquet(tmp_path / "file", given())
     assert written == [3, 3, 2]
     file = pyarrow.parquet.ParquetFile(tmp_path / "file")
     groups = [file.metadata.row_group(i).num_rows for i in range(file.num_row_groups)]
@@ -181,10 +182,10 @@ def test_row_groups_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 )
 def test_a_file_stays_as_it_was_after_an_error(tmp_path: Path, bad: Any, says: str) -> None:
     path = tmp_path / "file"
-    sglrl.to_parquet(path, [make()])
+    sglrl.rollouts.to_parquet(path, [make()])
     before = path.read_bytes()
     with pytest.raises(sglrl.UsageError, match=says):
-        sglrl.to_parquet(path, [make(), bad()])
+        sglrl.rollouts.to_parquet(path, [make(), bad()])
     assert path.read_bytes() == before
     assert os.listdir(tmp_path) == ["file"]
 
@@ -194,7 +195,7 @@ def test_without_pyarrow_the_error_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ImportError, match=r"pyarrow is needed: pip install .*\[parquet\]"):
-        sglrl.to_parquet(tmp_path / "file", [make()])
+        sglrl.rollouts.to_parquet(tmp_path / "file", [make()])
     assert os.listdir(tmp_path) == []
 
 

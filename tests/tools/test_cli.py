@@ -27,7 +27,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(make_model(tmp_path_factory.mktemp("models") / "tiny"))
 
 
-COMMANDS = ("demo", "check", "generate", "eval", "node", "serve", "doctor", "keys")
+COMMANDS = ("demo", "check", "generate", "eval", "node", "rollouts", "serve", "doctor", "keys")
 
 
 def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -85,6 +85,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("sglrl_workers.nonsense", "this installation of sglrl is incomplete"),
         ("torch.nonsense", "[sglang]"),
         ("uvicorn", "[gateway]"),
+        ("pyarrow.parquet", "[parquet]"),
         ("nonsense", ""),
     ],
 )
