@@ -34,7 +34,7 @@ from ..errors import NotEnoughDevices, UsageError
 from ..hosts.hosts import Hosts
 from ..hosts.launcher import HostLauncher
 from ..hosts.started import hosts_from
-from ..remote.server import PoolServer
+from ..remote.running_pools import serve_and_announce
 from ..transport.addresses import check_address
 from ..transport.curve_keys import read_driver_keys
 from ..wire.processes import EngineSpec
@@ -371,7 +371,7 @@ def launch(
         trust_tokenizer=bool(engine_args.get("trust_remote_code")),
         timeout=timeout,
         weight_device=weight_device,
-        serve=partial(PoolServer, pool),
+        serve=partial(serve_and_announce, pool),
         prepare=partial(_prepare, on_hub) if engine == "sglang" else None,
         metrics=metrics,
     )

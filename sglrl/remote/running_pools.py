@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
+from ..client.client import Client
+from ..driver.pool import Pool
 from ..driver.temporary_folders import PREFIX
 from ..wire.processes import PoolEntry
+from .server import PoolServer
 
 _FILE: Final = "pool.json"
 
@@ -32,16 +36,21 @@ class RunningPool(msgspec.Struct, frozen=True, kw_only=True):
     entry: PoolEntry
 
 
-def announce(folder: Path, pool: RunningPool) -> None:
-    """Write how to connect to a pool into its folder, which only this user can read.
+def serve_and_announce(pool: Pool, client: Client) -> PoolServer:
+    """Serve a pool to other processes, and write how to connect to it into its folder.
 
-    The folder is removed with the pool. A full disk must not stop a pool from starting, so an
-    ``OSError`` is ignored; the pool is then not found.
+    Only this user can read the folder, which is removed with the pool. A full disk must not stop a
+    pool from starting, so an ``OSError`` is ignored; ``running_pools`` then does not find the pool.
     """
+    server = PoolServer(pool, client)
+    announced = RunningPool(
+        pid=os.getpid(), model=client.model, began=time.time(), entry=server.entry
+    )
     with contextlib.suppress(OSError):
-        path = folder / _FILE
+        path = pool.folder / _FILE
         path.touch(mode=0o600)
-        path.write_bytes(msgspec.json.encode(pool))
+        path.write_bytes(msgspec.json.encode(announced))
+    return server
 
 
 def running_pools() -> list[RunningPool]:

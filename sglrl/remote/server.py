@@ -11,9 +11,7 @@ from __future__ import annotations
 import asyncio
 import hmac
 import logging
-import os
 import secrets
-import time
 import traceback
 from collections.abc import Coroutine, Sequence
 from typing import Any, Final
@@ -42,7 +40,6 @@ from ..wire.remote import (
 )
 from .admission import Admission, arguments
 from .forwarding import NEWS_SECONDS, Peer, Relay
-from .running_pools import RunningPool, announce
 
 logger = logging.getLogger("sglrl.remote")
 
@@ -81,9 +78,6 @@ class PoolServer(DriverListener):
         self.address = f"{pool.outer_address}#{self._token}"
         pool.weights.on_version.add(self._tell_all)
         driver.add_listener(self)
-        pid, model = os.getpid(), pool.engine.model if pool.engine else ""
-        announced = RunningPool(pid=pid, model=model, began=time.time(), entry=self.entry)
-        announce(pool.folder, announced)
 
     @property
     def entry(self) -> PoolEntry:
