@@ -33,24 +33,21 @@ def families(snapshot: Snapshot) -> Iterator[Any]:
     """Yield the metrics of a snapshot."""
     workers = [one for one in snapshot.workers if one.info.state not in GONE]
     engines = [(str(one.info.id), one.engine) for one in workers if one.engine is not None]
-    for name, what, attribute in (
-        ("sglang:num_running_reqs", "Requests that an engine runs.", "running"),
-        ("sglang:num_queue_reqs", "Requests that wait at an engine.", "waiting"),
-        ("sglang:token_usage", "Share of the KV cache in use, 0..1.", "kv_usage"),
-        ("sglang:num_used_tokens", "Tokens of running requests in the KV cache.", "kv_tokens"),
-        ("sglang:max_total_num_tokens", "Tokens that fit the KV cache.", "kv_capacity"),
-        ("sglang:cache_hit_rate", "Share of prompt tokens from the cache.", "cache_hit_rate"),
-        ("sglang:gen_throughput", "Sampled tokens per second.", "tokens_per_second"),
+    gauge, counter = GaugeMetricFamily, CounterMetricFamily
+    for kind, name, what, attribute in (
+        (gauge, "sglang:num_running_reqs", "Requests that an engine runs.", "running"),
+        (gauge, "sglang:num_queue_reqs", "Requests that wait at an engine.", "waiting"),
+        (gauge, "sglang:token_usage", "Share of the KV cache in use, 0..1.", "kv_usage"),
+        (gauge, "sglang:num_used_tokens", "Tokens of requests in the KV cache.", "kv_tokens"),
+        (gauge, "sglang:max_total_num_tokens", "Tokens that fit the KV cache.", "kv_capacity"),
+        (gauge, "sglang:cache_hit_rate", "Share of cached prompt tokens.", "cache_hit_rate"),
+        (gauge, "sglang:gen_throughput", "Sampled tokens per second.", "tokens_per_second"),
+        (counter, "sglang:prompt_tokens", "Prompt tokens of an engine.", "prompt_tokens"),
+        (counter, "sglang:cached_tokens", "Prompt tokens from the cache.", "cached_tokens"),
+        (counter, "sglang:generation_tokens", "Sampled tokens.", "generated_tokens"),
     ):
         values = ((worker, getattr(engine, attribute)) for worker, engine in engines)
-        yield _by("worker", GaugeMetricFamily, name, what, values)
-    for name, what, attribute in (
-        ("sglang:prompt_tokens", "Prompt tokens of an engine.", "prompt_tokens"),
-        ("sglang:cached_tokens", "Prompt tokens from the prefix cache.", "cached_tokens"),
-        ("sglang:generation_tokens", "Sampled tokens of an engine.", "generated_tokens"),
-    ):
-        values = ((worker, getattr(engine, attribute)) for worker, engine in engines)
-        yield _by("worker", CounterMetricFamily, name, what, values)
+        yield _by("worker", kind, name, what, values)
     yield from _of_workers(workers)
     states = Counter(one.info.state for one in snapshot.workers)
     yield _by("state", GaugeMetricFamily, "sglrl_workers", "Workers by state.", states.items())

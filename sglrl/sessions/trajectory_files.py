@@ -85,7 +85,7 @@ def iter_load(
 
     ::
 
-        for trajectory in sglrl.iter_load("step_7.traj"):
+        for trajectory in sglrl.rollouts.iter_load("step_7.traj"):
             ...
 
     Memory does not grow with the size of the file. The file is opened for the first trajectory. It
