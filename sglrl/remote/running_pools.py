@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import tempfile
 import time
@@ -18,18 +19,22 @@ from ..wire.processes import PoolEntry
 from .server import PoolServer
 
 _FILE: Final = "pool.json"
+_numbers: Final = itertools.count(1)
 
 
 class RunningPool(msgspec.Struct, frozen=True, kw_only=True):
     """How to connect to a pool of this machine.
 
     Attributes:
+        name: what a user types to choose this pool: the process id of the program that launched
+            it, such as "1234". Later pools of the same program are "1234.2", "1234.3" and so on.
         pid: the process that launched the pool.
         model: the model's folder or name.
         began: when the pool started, in seconds as ``time.time`` returns them.
         entry: the address and the keys. They are secret, so only this user can read the file.
     """
 
+    name: str
     pid: int
     model: str
     began: float
@@ -43,8 +48,13 @@ def serve_and_announce(pool: Pool, client: Client) -> PoolServer:
     pool from starting, so an ``OSError`` is ignored; ``running_pools`` then does not find the pool.
     """
     server = PoolServer(pool, client)
+    pid, number = os.getpid(), next(_numbers)
     announced = RunningPool(
-        pid=os.getpid(), model=client.model, began=time.time(), entry=server.entry
+        name=str(pid) if number == 1 else f"{pid}.{number}",
+        pid=pid,
+        model=client.model,
+        began=time.time(),
+        entry=server.entry,
     )
     with contextlib.suppress(OSError):
         path = pool.folder / _FILE

@@ -12,30 +12,32 @@ from rich.table import Table
 
 from ..errors import UsageError
 from .display import print_json
+from .pools import KeysOption, connect_to
 
 
 def call(
-    address: Annotated[
-        str | None, typer.Argument(help="client.address of the pool; none: list operations.")
+    pool: Annotated[
+        str | None,
+        typer.Argument(
+            help="client.address, or the process id of a program of yours; none: list operations."
+        ),
     ] = None,
     operation: Annotated[str | None, typer.Argument(help="Such as pause, stats, sleep.")] = None,
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME=VALUE]...", help="JSON values, or text.")
     ] = None,
-    keys: Annotated[
-        str | None, typer.Option(help="Folder or file of the client's keys, for another machine.")
-    ] = None,
+    keys: KeysOption = None,
 ) -> None:
     """Run an operation on a pool that another program has launched, and print its result as JSON.
 
-    For example: sglrl call ADDRESS pause mode=retract
+    For example: sglrl call 1234 pause mode=retract
     """
     # The client is imported here, so that other commands start faster.
     from ..client.client import Client
     from ..control.operations import public_operations
 
     known = public_operations(Client)
-    if address is None or operation is None:
+    if pool is None or operation is None:
         table = Table("operation", "arguments", "description", box=None)
         for name, spec in known.items():
             description = (getattr(Client, name).__doc__ or "").split("\n")[0]
@@ -50,14 +52,12 @@ def call(
         checked = msgspec.convert(given, spec.fields)
     except msgspec.ValidationError as error:
         raise UsageError(f"{operation}: {error}") from None
-    result = asyncio.run(_run(address, keys, operation, checked))
+    result = asyncio.run(_run(pool, keys, operation, checked))
     print_json(msgspec.json.encode({"result": result}, enc_hook=str))
 
 
-async def _run(address: str, keys: str | None, name: str, arguments: msgspec.Struct) -> Any:
-    from ..remote.client import connect
-
-    async with connect(address, keys=keys) as client:
+async def _run(pool: str, keys: str | None, name: str, arguments: msgspec.Struct) -> Any:
+    async with connect_to(pool, keys, timeout=None) as client:
         return await getattr(client, name)(**msgspec.structs.asdict(arguments))
 
 

@@ -19,6 +19,7 @@ from textual.widgets import DataTable, Static, TabbedContent
 
 import sglrl
 from sglrl.control.snapshot import Snapshot
+from sglrl.remote.running_pools import running_pools
 from sglrl.tools.top.app import Question, Text, Top
 from sglrl.tools.top.tables import Table, fitting, tables_of
 
@@ -197,7 +198,9 @@ def run_top(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 
 async def test_a_snapshot_is_printed_in_80_columns_or_as_json(client: sglrl.Client) -> None:
-    printed = await asyncio.to_thread(run_top, "--once", "--pid", str(os.getpid()))
+    # Another test may use another pool of this process.
+    (name,) = [one.name for one in running_pools() if one.entry.address in client.address]
+    printed = await asyncio.to_thread(run_top, "--once", name)
     assert printed.returncode == 0, printed.stderr
     assert "3 ready" in printed.stdout
     assert max(map(len, printed.stdout.splitlines())) <= 80
@@ -214,11 +217,25 @@ def test_without_a_pool_the_error_says_what_to_do(tmp_path: Path) -> None:
     for wrong, why in (
         (("--json",), "--json needs --once"),
         (("--web", "--once"), "give one of them"),
-        (("ipc:///nowhere#a", "--pid", "1"), "not both"),
+        (("1.7",), "'1.7' is neither an address nor a pool of this user"),
+        (("--keys", "keys"), "--keys needs the address"),
     ):
         ended = run_top(*wrong)
         assert ended.returncode == 2
         assert why in ended.stderr
+
+
+async def test_several_pools_of_a_program_have_names(client: sglrl.Client) -> None:
+    async with sglrl.launch("tiny", engine="fake") as second:
+        names = {one.entry.address: one.name for one in running_pools()}
+        refused = await asyncio.to_thread(run_top, "--once")
+        assert refused.returncode == 2
+        assert "several pools run on this machine; choose one:" in refused.stderr
+        for chosen, ready in ((client, 3), (second, 1)):
+            name = next(name for address, name in names.items() if address in chosen.address)
+            assert f"\n  {name}  " in refused.stderr
+            shown = await asyncio.to_thread(run_top, "--once", name)
+            assert f"{ready} ready" in shown.stdout
 
 
 def test_columns_that_fit() -> None:

@@ -6,8 +6,7 @@ import importlib.util
 import os
 import shlex
 import sys
-import time
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
@@ -18,33 +17,16 @@ from rich.table import Table as RichTable
 from ...config import install
 from ...errors import Closed, UsageError
 from ..display import print_json
+from ..pools import POOL_VARIABLE, KeysOption, PoolArgument, connect_to
 
 if TYPE_CHECKING:
-    # The client is imported later, so that other commands start faster.
     from ...client.client import Client
     from ...control.snapshot import Snapshot
 
-_SECONDS: Final = 10.0
-"""Seconds that the pool may take to answer."""
-_VARIABLE: Final = "SGLRL_POOL"
-
 
 def top(
-    address: Annotated[
-        str | None,
-        typer.Argument(
-            envvar=_VARIABLE,
-            help="client.address of the pool.",
-            show_default="the pool that runs on this machine",
-        ),
-    ] = None,
-    pid: Annotated[
-        int | None,
-        typer.Option(help="Process id of the program, if several pools run on this machine."),
-    ] = None,
-    keys: Annotated[
-        str | None, typer.Option(help="Folder or file of the client's keys, for another machine.")
-    ] = None,
+    pool: PoolArgument = None,
+    keys: KeysOption = None,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two snapshots.")] = 1.0,
     once: Annotated[bool, typer.Option("--once", help="Print one snapshot and exit.")] = False,
     json: Annotated[bool, typer.Option("--json", help="With --once: print JSON.")] = False,
@@ -67,11 +49,11 @@ def top(
         if importlib.util.find_spec(module) is None:
             raise UsageError(f"sglrl top needs {module}: {install('top')}; --once does not")
     if web:
-        _serve(address, pid, keys, interval, port)
+        _serve(pool, keys, interval, port)
         return
     import uvloop
 
-    client = _connect(address, pid, keys)
+    client = connect_to(pool, keys)
     if once:
         snapshot = uvloop.run(_snapshot(client))
         if json:
@@ -82,33 +64,6 @@ def top(
     ended = uvloop.run(_watch(client, interval))
     if ended is not None:
         raise Closed(ended)
-
-
-def _connect(address: str | None, pid: int | None, keys: str | None) -> Client:
-    from ...remote.client import client_of, connect
-    from ...remote.pool import RemotePool
-    from ...remote.running_pools import running_pools
-
-    if address is not None:
-        if pid is not None:
-            raise UsageError("give the address or --pid, not both")
-        return connect(address, keys=keys, timeout=_SECONDS, connect_timeout=_SECONDS)
-    pools = [pool for pool in running_pools() if pid in (None, pool.pid)]
-    if not pools:
-        who = "this user" if pid is None else f"process {pid}"
-        raise UsageError(
-            f"no pool of {who} runs on this machine; pass client.address of a pool elsewhere"
-        )
-    if len(pools) > 1:
-        known = "\n".join(
-            f"  --pid {pool.pid}  {pool.model}, started at {_clock(pool.began)}" for pool in pools
-        )
-        raise UsageError(f"several pools run on this machine; choose one:\n{known}")
-    return client_of(RemotePool(pools[0].entry, _SECONDS), model="", timeout=_SECONDS)
-
-
-def _clock(at: float) -> str:
-    return time.strftime("%H:%M", time.localtime(at))
 
 
 async def _snapshot(client: Client) -> Snapshot:
@@ -138,15 +93,12 @@ def _print(snapshot: Snapshot) -> None:
             console.print(shown)
 
 
-def _serve(
-    address: str | None, pid: int | None, keys: str | None, interval: float, port: int
-) -> None:
+def _serve(pool: str | None, keys: str | None, interval: float, port: int) -> None:
     from textual_serve.server import Server
 
     # Other users can read command lines, and the address has a secret.
-    if address is not None:
-        os.environ[_VARIABLE] = address
+    if pool is not None:
+        os.environ[POOL_VARIABLE] = pool
     command = [sys.executable, "-m", "sglrl", "top", "--interval", str(interval)]
-    command += ["--pid", str(pid)] if pid is not None else []
     command += ["--keys", keys] if keys is not None else []
     Server(shlex.join(command), host="127.0.0.1", port=port, title="sglrl top").serve()
