@@ -37,6 +37,7 @@ from ..sessions.options import SessionKeywords, SessionOptions
 from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
 from ..wire.processes import PoolEntry
+from .live import LiveMethods
 from .scores import ScoreMethods
 
 
@@ -49,6 +50,7 @@ class Client(
     EngineMethods,
     WorkerMethods,
     SnapshotMethods,
+    LiveMethods,
 ):
     """A client that generates with a pool of engine workers. ``sglrl.launch`` returns it.
 

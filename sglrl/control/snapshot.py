@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -11,6 +12,10 @@ from ..core.rollout_metrics import RolloutMetrics
 from ..driver.worker_info import HostInfo, QueueInfo, WorkerHistory, WorkerInfo
 from ..weights.update_report import UpdateReport
 from ..wire.engine import EngineStats
+from .latest import Latest
+
+_ENDED: Final = 1024
+"""The number of ended samples that are kept while somebody watches."""
 
 
 class WorkerSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,16 +119,33 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     hosts: list[HostInfo]
 
 
+class LiveSource(Protocol):
+    """The sessions of other processes, for programs that watch them.
+
+    ``sessions/live.py`` defines the values, which are in a higher folder.
+    """
+
+    async def live_samples(self) -> list[Any]:
+        """Return the open sessions."""
+
+    async def live_state(self, id_: str, turns: int, tokens: int, seconds: float) -> Any:
+        """Return one open session, or None if this source has none with this id."""
+
+
 class Observed:
-    """The rollouts and gateways that use a client. Each registers a function while it runs.
+    """What uses a client: rollouts and gateways. Each registers itself while it runs.
 
     Attributes:
         begun: when the client was made, on the monotonic clock.
         rollouts, gateways: functions that return the present snapshot of each. Those of gateways
             ask other processes.
+        live: the sessions of other processes.
+        ended: the samples of rollouts that have ended, while somebody watches.
     """
 
     def __init__(self) -> None:
         self.begun = time.monotonic()
         self.rollouts: list[Callable[[], RolloutSnapshot]] = []
         self.gateways: list[Callable[[], Awaitable[GatewaySnapshot]]] = []
+        self.live: list[LiveSource] = []
+        self.ended: Latest[Any] = Latest(_ENDED)

@@ -6,6 +6,7 @@ The caller gives one prompt or several, as token ids, texts or messages.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from numbers import Real
 from typing import Any
@@ -100,7 +101,9 @@ async def load_tokenizer(box: TokenizerBox) -> None:
     """
     if box.loaded:
         return
-    async with shown_if_slow("loading the tokenizer", shown=box.shown):
+    slow = nullcontext() if box.awaited else shown_if_slow("loading the tokenizer", shown=box.shown)
+    box.awaited = True
+    async with slow:
         error = await from_thread(box.load_in_thread)
     if error is not None:
         raise error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Final
+from weakref import WeakSet
 
 from msgspec import Raw
 
@@ -69,6 +70,8 @@ class Requests:
         self.weights = weights
         self.timeout = timeout
         self.adapters = adapters
+        self.sessions: WeakSet[Any] = WeakSet()
+        """The sessions that sample with these requests. They are in a higher folder."""
         # Bind the method once. Otherwise each waiting call would hold its own bound method.
         self.decode: Decode = box.decode
 

@@ -183,6 +183,8 @@ class TokenizerBox:
         """Whether the engine is the fake engine. Its model may be a name without a tokenizer."""
         self.shown = False
         """Whether slow loading is shown on stderr instead of logged."""
+        self.awaited = False
+        """Whether a task waits until the tokenizer is loaded. The first one shows that."""
         self._tokenizer: Any = None
         self._roles: dict[Any, Roles] = {}
         """The known roles by chat template. The key None stands for the model's own template."""

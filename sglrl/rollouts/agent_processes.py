@@ -27,6 +27,7 @@ from ..driver.driver import ENVELOPE_BYTES
 from ..driver.launcher import LocalLauncher
 from ..driver.pool import Pool
 from ..errors import MessageTooLarge, ProtocolError, SglrlError, UsageError, WorkerLost
+from ..sessions.live import LiveSample, LiveState
 from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory
 from ..wire.calls import Item, ItemKind
@@ -205,12 +206,15 @@ class AgentProcesses(DriverListener):
                 agent's class raised.
         """
         await self._handle.__aenter__()
+        self._client.observed.live.append(self)
         self.driver.add_listener(self)
         if self.paused:
             for index in self.driver.ready:
                 self.before_serving(index)
 
     async def close(self) -> None:
+        if self in self._client.observed.live:
+            self._client.observed.live.remove(self)
         await self._handle.close()
 
     @property
@@ -395,3 +399,18 @@ class AgentProcesses(DriverListener):
             tell(self.driver, self._endpoints["pause"], (), worker)
         # The process serves immediately after this method.
         self.driver.loop.call_soon(self._on_room)
+
+    # --- for programs that watch the samples ------------------------------------------------------
+
+    async def live_samples(self) -> list[LiveSample]:
+        """See ``Client.live_samples``."""
+        found = await ask_all(self.driver, self._endpoints["live_samples"])
+        return [sample for samples in found.values() for sample in samples]
+
+    async def live_state(
+        self, id_: str, turns: int, tokens: int, seconds: float
+    ) -> LiveState | None:
+        """See ``Client.live_state``."""
+        endpoint = self._endpoints["live_state"]
+        found = await ask_all(self.driver, endpoint, (id_, turns, tokens, seconds))
+        return next((state for state in found.values() if state is not None), None)

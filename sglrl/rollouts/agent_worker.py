@@ -13,6 +13,7 @@ import functools
 import gc
 import logging
 import os
+import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
@@ -22,6 +23,7 @@ from ..actors.actor import Actor, endpoint
 from ..core.policy_versions import MODEL, age
 from ..errors import UsageError
 from ..sessions.gate import Gate
+from ..sessions.live import LiveSample, LiveState, live_samples, live_state
 from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
 from ..sessions.trajectory import Trajectory, record_of
@@ -214,6 +216,19 @@ class AgentWorker(Actor):
     @endpoint
     async def resume(self) -> None:
         self._gate.open()
+
+    @endpoint
+    async def live_samples(self) -> list[LiveSample]:
+        """See ``Client.live_samples``."""
+        return live_samples(self._client.requests.sessions, time.time())
+
+    @endpoint
+    async def live_state(
+        self, id_: str, turns: int, tokens: int, seconds: float
+    ) -> LiveState | None:
+        """See ``Client.live_state``."""
+        sessions = self._client.requests.sessions
+        return await live_state(sessions, id_, turns, tokens, seconds, time.time())
 
     # --- internals --------------------------------------------------------------------------------
 

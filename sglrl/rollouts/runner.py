@@ -8,6 +8,8 @@ plan how each sample ends.
 from __future__ import annotations
 
 import asyncio
+import functools
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +17,8 @@ from ..control.snapshot import RolloutSnapshot
 from ..core import rollout_group as core
 from ..core.policy_versions import PolicyClock
 from ..errors import Closed, DeadlineExceeded, UsageError, WorkerLost
-from ..sessions.trajectory import Trajectory
+from ..sessions.live import EndedSample
+from ..sessions.trajectory import Trajectory, record_of
 from ..wire.codec import readable
 from .agent_host import AgentHost, Done, End, Failed, GivenUp, Late, ProcessLost
 from .agent_tasks import AgentTasks
@@ -246,6 +249,7 @@ class Runner:
     # --- ends of samples --------------------------------------------------------------------------
 
     def _sample_ended(self, sample: core.Sample, end: End) -> None:
+        self._client.observed.ended.add(functools.partial(_ended, sample, end))
         if self._is_ending and not isinstance(end, Done | GivenUp):
             # An exception after the cancellation is not a failure of the agent.
             return
@@ -343,3 +347,22 @@ class Runner:
             ):
                 alive = sample.group.state is core.RUNNING
                 self.host.give_up(sample, core.STALE if alive else core.GIVEN_UP)
+
+
+def _ended(sample: core.Sample, end: End) -> EndedSample:
+    """Describe the end of a sample, for programs that watch the run."""
+    error, record = "", None
+    match end:
+        case Done(trajectory):
+            record = record_of(trajectory)
+        case GivenUp(reason):
+            error = reason
+        case Failed(failure) | Late(failure) | ProcessLost(failure):
+            error = readable(failure)
+    return EndedSample(
+        item=sample.group.index,
+        sample=sample.index,
+        error=error,
+        trajectory=record,
+        ended=time.time(),
+    )

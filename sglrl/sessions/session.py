@@ -63,6 +63,7 @@ class Session(OverHttp):
         self.seeds = TurnSeeds(path)
         self._is_fork = shared is not None
         self._shared = shared or Shared(spec.options)
+        spec.requests.sessions.add(self._shared)
         self._history = self._shared.history
         self.sampler = TurnSampler(spec, self._shared, gate)
         self.position = beginning(Dialogue(spec.messages, spec.begun))
@@ -105,6 +106,11 @@ class Session(OverHttp):
     def metadata(self) -> dict[str, Any]:
         """The metadata of the trajectory. Its values must be values that msgpack can encode."""
         return self._shared.metadata
+
+    @property
+    def live_id(self) -> str:
+        """The id of this session and its forks in ``Client.live_samples``."""
+        return self._shared.live_id
 
     def fork(self) -> Session:
         """Return a session that goes on from the same place.

@@ -236,6 +236,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, dict=True, weakref=T
                     seconds_before=completion.submitted_at - ended,
                     rewards=named,
                     lora=completion.lora or "",
+                    waiting=max(0.0, completion.sent_at - completion.submitted_at),
                 )
             )
             ended = completion.finished_at

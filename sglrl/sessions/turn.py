@@ -31,6 +31,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False)
             Tools and the environment use this time. 0 for the first turn.
         rewards: the named rewards. ``reward`` includes them.
         lora: the name of the LoRA adapter that sampled the turn, or "" without an adapter.
+        waiting: seconds of ``seconds`` before the turn was sent to a worker.
     """
 
     start: int
@@ -45,6 +46,7 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False)
     seconds_before: float = 0.0
     rewards: tuple[Reward, ...] = ()
     lora: str = ""
+    waiting: float = 0.0
 
 
 class TrajectoryTiming(NamedTuple):
@@ -101,7 +103,7 @@ def _checked_turn(index: int, turn: Any) -> Turn:
     values: dict[str, Any] = {}
     for name in Turn.__struct_fields__:
         value = getattr(turn, name)
-        if name in ("reward", "seconds", "seconds_before"):
+        if name in ("reward", "seconds", "seconds_before", "waiting"):
             values[name] = number(f"{where}.{name}", value)
         elif name in ("finish_reason", "lora"):
             if not isinstance(value, str):

@@ -152,7 +152,7 @@ class TurnSampler:
                 options,
                 self._route,
                 completion,
-                on_chunk,
+                self._shared.telling(on_chunk),
                 routed_from,
             )
             self.call = call

@@ -40,6 +40,7 @@ from .rollouts import rollouts
 from .sampling_options import sampling_options
 from .serve import serve
 from .top.command import top
+from .view.command import view
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -65,6 +66,7 @@ _EXTRAS: Final = {
     "ray": ("ray",),
     "renderers": ("renderers",),
     "top": ("textual", "textual_serve"),
+    "view": ("starlette", "uvicorn"),
     "sglang": ("safetensors", "sglang", "torch", "transformers"),
 }
 """The modules that each extra of sglrl installs."""
@@ -318,6 +320,7 @@ _command(serve)
 _command(call)
 _command(top)
 _command(rollouts)
+_command(view)
 
 
 @_command
