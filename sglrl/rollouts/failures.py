@@ -206,3 +206,8 @@ def _name_of(error: Exception) -> str:
 def _message_of(error: Exception) -> str:
     message = error.message if isinstance(error, SglrlError) else readable(error)
     return message.removeprefix(f"{error.kind}: ") if isinstance(error, RemoteError) else message
+
+
+def title_of_error(error: Exception) -> str:
+    """Return the name of an error and its message, in one text."""
+    return f"{_name_of(error)}: {_message_of(error)}"

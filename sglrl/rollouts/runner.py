@@ -26,7 +26,7 @@ from .blocked_loop import LoopWatch
 from .config import RolloutConfig
 from .dataset import Items
 from .delivery import Delivery
-from .failures import FailurePolicy
+from .failures import FailurePolicy, title_of_error
 from .lost_weights import UnlessWeightsLost
 from .metrics import MetricsRecorder
 from .progress import RolloutProgress
@@ -358,7 +358,7 @@ def _ended(sample: core.Sample, end: End) -> EndedSample:
         case GivenUp(reason):
             error = reason
         case Failed(failure) | Late(failure) | ProcessLost(failure):
-            error = readable(failure)
+            error = title_of_error(failure)
     return EndedSample(
         item=sample.group.index,
         sample=sample.index,

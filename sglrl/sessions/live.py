@@ -136,7 +136,7 @@ async def live_state(
     if shared.closed:
         return None
     history, record = shared.history, None
-    if len(history.turns) != turns:
+    if history.turns and len(history.turns) != turns:
         made = history.trajectory(
             total=now() - shared.began, generating=shared.generating, metadata=shared.metadata
         )

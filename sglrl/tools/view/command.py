@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 import webbrowser
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from ...errors import UsageError
 from ..display import quiet_warnings
-from ..pools import KeysOption, connect_to
+from ..pools import POOL_VARIABLE, KeysOption, connect_to
 
 if TYPE_CHECKING:
     from ...client.client import Client
@@ -30,7 +31,7 @@ def view(
         typer.Argument(
             metavar="[FILE | POOL]...",
             help="Files that sglrl.rollouts.save wrote, folders of *.traj, and a running pool.",
-            show_default="the pool that runs on this machine",
+            show_default="the pool that runs on this machine, or that in SGLRL_POOL",
         ),
     ] = None,
     keys: KeysOption = None,
@@ -66,7 +67,7 @@ def view(
     paths, pool = _split(sources or [])
     client = None
     if pool is not None or not paths:
-        client = connect_to(pool, keys)
+        client = connect_to(pool or os.environ.get(POOL_VARIABLE), keys)
     elif keys is not None:
         raise UsageError("--keys needs a pool")
     import uvloop

@@ -62,7 +62,7 @@ def parts(record: Record) -> list[list[Any]]:
             found += _part("engine", at + turn.waiting, turn.seconds - turn.waiting)
             at += turn.seconds
     if not record.branches and "item" in record.metadata:
-        # The agent of a rollout may have worked after its last turn, for example to compute the reward.
+        # An agent may work after its last turn, for example to compute the reward.
         end = record.timing.started + record.timing.total
         last = found[-1][2] if found else record.timing.started
         found += _part("tools", last, end - last)

@@ -47,7 +47,7 @@ export class List {
       const sign = this.sort === button.dataset.name ? " ▲" : this.sort === `-${button.dataset.name}` ? " ▼" : "";
       button.textContent = COLUMNS[at][0] + sign;
     }
-    this.search(this.filter);
+    this.search(byId("filter").value);
   }
 
   search(text) {

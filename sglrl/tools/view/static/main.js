@@ -81,8 +81,11 @@ function running() {
 }
 
 async function about() {
+  const before = host.about.tokenizer;
   host.about = await get("/api/about");
   headline();
+  // Samples that were opened before the tokenizer was loaded show ids.
+  if (before === false && host.about.tokenizer) panes.forEach((pane) => replace(pane, { ...pane.what, tab: pane.tab }));
   return host.about.loading;
 }
 
