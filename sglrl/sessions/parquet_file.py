@@ -118,6 +118,7 @@ def _schema() -> pyarrow.Schema:
         "seconds_before": number,
         "rewards": pa.list_(pa.struct(reward)),
         "lora": pa.string(),
+        "waiting": number,
     }
     fields = {
         "text": pa.string(),

@@ -147,6 +147,10 @@ def demo(
     plot: Annotated[
         Path, typer.Option(metavar="FILE", help="File of the plot of rewards, a PNG.")
     ] = Path("demo/reward.png"),
+    trajectories: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="File to save all trajectories in, for sglrl view."),
+    ] = None,
     json: Json = None,
 ) -> None:
     """Train a tiny model from random weights, with rollouts on a real SGLang.
@@ -161,6 +165,7 @@ def demo(
             raise UsageError(f"the demo needs {module}: {install('demo')}")
     check_target("--json", json)
     check_target("--plot", plot, makes_folder=True)
+    check_target("--trajectories", trajectories, makes_folder=True)
 
     from .demo.report import save_plot, table_of
     from .demo.run import DemoSettings, run_demo
@@ -175,6 +180,7 @@ def demo(
             max_staleness=max_staleness,
             goal_within=within,
             compare=compare,
+            trajectories=trajectories,
         ),
         Console(stderr=True),
     )

@@ -20,7 +20,7 @@ from sglrl.inference.completion import Completion
 from sglrl.inference.renderer import Renderer, find_renderer
 from sglrl.inference.tokens import TokenizerBox
 from sglrl.launching.tiny_model import CHARACTER_SPECIAL_TOKENS, make_model
-from sglrl.rollouts import Trajectory, Turn
+from sglrl.rollouts import Trajectory, Turn, load
 from sglrl.sessions.tools import run_tools
 from sglrl.tools.demo.replay import replay
 from sglrl.tools.demo.report import (
@@ -340,10 +340,13 @@ def test_a_short_run_is_exact_and_reports_that_it_did_not_learn(
 ) -> None:
     """The demo runs in this process, whose fork server imports SGLang once for all these tests."""
     file, plot = tmp_path / "demo.json", tmp_path / "reward.png"
-    files = ["--json", str(file), "--plot", str(plot)]
+    saved = tmp_path / "demo.traj"
+    files = ["--json", str(file), "--plot", str(plot), "--trajectories", str(saved)]
     with pytest.raises(SystemExit) as exit_:
         main(["demo", "--steps", "4", "--no-compare", *files])
     assert exit_.value.code == 1
+    # 4 steps of 32 groups of 16 samples.
+    assert len(load(saved)) == 4 * 32 * 16
     made = msgspec.json.decode(file.read_bytes(), type=Report)
     assert [line.partition(":")[0] for line in made.failures] == ["repeat", "lookup"]
     assert made.logprobs.passed

@@ -228,11 +228,11 @@ async def test_screenshots_of_a_model_that_answers(smollm2: str, tmp_path: Path)
 
     chance = random.Random(4)
     items: list[dict[str, Any]] = []
-    for number in range(12):
+    for number in range(6):
         one, two = chance.randrange(1, 10), chance.randrange(1, 10)
         question = f"What is {one} + {two}? Answer with the number only."
         messages = [{"role": "user", "content": question}]
-        items.append({"messages": messages, "right": one + two, "wait": number == 11})
+        items.append({"messages": messages, "right": one + two, "wait": number == 5})
     async with (
         sglrl.launch(smollm2, device="cpu") as client,
         open_page(client.address) as page,
@@ -241,15 +241,17 @@ async def test_screenshots_of_a_model_that_answers(smollm2: str, tmp_path: Path)
         # The samples of a run are kept from the first time that a page asks for them.
         run = sglrl.rollout(client, agent, items, group_size=4, seed=1)
         async with run:
-            for _ in range(3):
-                await run.take(3)
-                await client.update_weights(smollm2)
+            for _ in range(2):
+                await run.take(2)
+                await client.update_weights_from_disk(smollm2)
             await expect(page.locator("#running .row")).to_have_count(4)
             await page.locator("#space .row").nth(2).click()
             await expect(page.locator(".message.assistant")).to_have_count(2)
             await page.screenshot(path=folder / "view-conversation.png")
+            await page.get_by_role("button", name="group").click()
+            await expect(page.locator("#count")).to_contain_text("4 of")
             await page.get_by_role("button", name="beside").click()
-            await page.locator("#space .row").nth(3).click()
+            await page.locator("#space .row:not(.chosen)").first.click()
             await page.keyboard.press("t")
             await page.locator(".pane").nth(0).get_by_role("tab", name="tokens").click()
             await page.locator(".pane").nth(0).locator(".tokens .begins").last.click()
@@ -257,6 +259,8 @@ async def test_screenshots_of_a_model_that_answers(smollm2: str, tmp_path: Path)
             await page.keyboard.press("l")
             await expect(page.locator("canvas.timeline")).to_have_count(1)
             await page.locator(".pane").first.get_by_role("button", name="×").click()
+            await page.fill("#filter", "")
+            await expect(page.locator("#count")).to_contain_text("20 of 20")
             await page.screenshot(path=folder / "view-timeline.png")
             # A live sample, and a fork that continues it with the likeliest tokens.
             await page.locator("#running .row").first.click()
@@ -265,7 +269,7 @@ async def test_screenshots_of_a_model_that_answers(smollm2: str, tmp_path: Path)
             await expect(page.locator(".live")).to_have_text("live: tools")
             picked = page.locator(".tokens .begins").last
             await picked.click()
-            await page.fill(".fork textarea", " It is")
+            await page.fill(".fork textarea", " think it is")
             await page.fill('.fork input[name="temperature"]', "0")
             await page.fill('.fork input[name="max_new_tokens"]', "24")
             at = await picked.evaluate("(one) => [...one.parentElement.children].indexOf(one)")
@@ -273,17 +277,17 @@ async def test_screenshots_of_a_model_that_answers(smollm2: str, tmp_path: Path)
             state = await client.live_state(id_)
             await page.get_by_role("button", name="Fork here").click()
             fork = page.locator(".pane").nth(1)
-            await expect(fork.locator(".facts")).to_contain_text("24 sampled")
+            await expect(fork.locator(".facts")).to_contain_text("finish:")
             shown = await fork.locator(".tokens span").all_inner_texts()
             await page.screenshot(path=folder / "view-fork.png")
             assert state is not None
             assert state.trajectory is not None
-            whole = state.trajectory.prompt_ids + state.trajectory.response_ids
+            whole = bytes(state.trajectory.prompt_ids) + bytes(state.trajectory.response_ids)
             ids = np.frombuffer(whole, "<i4")[: at + 1].tolist()
-            ids += client.tokenizer.encode(" It is", add_special_tokens=False)
+            ids += client.tokenizer.encode(" think it is", add_special_tokens=False)
             greedy = await client.generate(input_ids=ids, temperature=0, max_new_tokens=24)
-            text = "".join(shown[-24:]).replace("⏎", "")
-            assert text.split() == client.tokenizer.decode(greedy.output_ids).split()
+            text = "".join(shown[len(ids) :]).replace("⏎\n", "").replace("⏎", "")
+            assert text == client.tokenizer.decode(greedy.output_ids).replace("\n", "")
             assert await spans.count() > 0
             go.set()
-            await run.take(3)
+            await run.take(2)

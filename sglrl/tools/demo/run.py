@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from itertools import pairwise
+from pathlib import Path
 from statistics import median
 
 import msgspec
@@ -19,7 +20,7 @@ from ...client.client import Client
 from ...errors import UsageError
 from ...launching.launch import launch
 from ...launching.tiny_model import tiny_model
-from ...rollouts import Group, Trajectory, rollout
+from ...rollouts import Group, Trajectory, rollout, save
 from ..display import is_live, quiet_transformers, stage, start_up
 from ..logprob_check import LogprobCheck, tolerance_for
 from .replay import replay
@@ -47,6 +48,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
         max_staleness: maximum age of a token, in policy versions. 0 trains synchronously.
         goal_within: time limit for the goal, in seconds from the start of the command.
         compare: whether to time some steps with and some without rollouts that run ahead.
+        trajectories: the file to save all trajectories in. None: they are not saved.
     """
 
     tasks: tuple[str, ...] = TASKS
@@ -56,6 +58,7 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_staleness: int = 1
     goal_within: float = 240.0
     compare: bool = True
+    trajectories: Path | None = None
 
     def __post_init__(self) -> None:
         for task in self.tasks:
@@ -90,6 +93,8 @@ class _Demo:
         self.begun = begun
         self.steps: list[Step] = []
         self.kept: list[Trajectory] = []
+        self.groups: list[Group] = []
+        """The groups that are saved at the end."""
 
     async def run(self, folder: str) -> Report:
         # ``trainer`` imports torch. The command line must not import torch before a run starts.
@@ -122,6 +127,11 @@ class _Demo:
             learnt = time.perf_counter()
             comparison = await self.compare() if settings.compare else None
             logprobs = await asyncio.to_thread(self.check)
+            if (file := settings.trajectories) is not None:
+                file.parent.mkdir(parents=True, exist_ok=True)
+                await asyncio.to_thread(save, file, self.groups)
+                look = f"sglrl view {file} --tokenizer {folder}"
+                self.console.print(f"trajectories: {look}", highlight=False, soft_wrap=True)
             return judge(
                 Report(
                     sglrl_version=__version__,
@@ -227,6 +237,8 @@ class _Demo:
         It keeps the first trajectory of ``REPLAYED`` groups, and up to ``REPLAYED`` trajectories
         that several versions sampled.
         """
+        if self.settings.trajectories is not None:
+            self.groups += groups
         made = [t for group in groups for t in group.trajectories]
         mixed = [t for t in made if t.oldest_version != t.newest_version]
         self.kept += [g.trajectories[0] for g in groups[:REPLAYED]] + mixed[:REPLAYED]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 import time
@@ -52,7 +53,9 @@ class Store:
 
     def close(self) -> None:
         for file in [*self._files, *filter(None, [self._log])]:
-            file.close()
+            # Closing writes what is buffered. On a full disk that fails, and nobody needs it.
+            with contextlib.suppress(OSError):
+                file.close()
 
     def load(
         self,
