@@ -267,6 +267,11 @@ def torchrl_environment() -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if k.startswith("TORCHRL_SGLANG_")}
 
 
+def traces_setup() -> str:
+    """Return ``$SGLRL_TRACES``, the function that sets OpenTelemetry's provider, or ""."""
+    return os.environ.get("SGLRL_TRACES", "")
+
+
 def cache_dir() -> Path:
     """Return the folder for sglrl's models and logs: ``$SGLRL_CACHE``, else in the user's cache."""
     explicit = os.environ.get("SGLRL_CACHE")

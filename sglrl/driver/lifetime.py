@@ -7,6 +7,7 @@ import logging
 import weakref
 from typing import Any
 
+from .. import tracing
 from ..errors import UsageError
 from ..transport.unclosed import warn_unless_closed
 from .driver import Driver
@@ -35,9 +36,10 @@ class Lifetime:
         self.closing = False
 
     def enter(self) -> None:
-        """Raise ``UsageError`` if the pool has been entered before."""
+        """Raise ``UsageError`` if the pool has been entered before. Look up the tracer."""
         if self._entered:
             raise UsageError("this has been started before; make another one with launch or spawn")
+        tracing.look_up()
         self._entered = True
 
     def opened(self, pool: object) -> None:

@@ -67,6 +67,7 @@ _EXTRAS: Final = {
     "renderers": ("renderers",),
     "top": ("textual", "textual_serve"),
     "view": ("starlette", "uvicorn"),
+    "traces": ("opentelemetry",),
     "sglang": ("safetensors", "sglang", "torch", "transformers"),
 }
 """The modules that each extra of sglrl installs."""

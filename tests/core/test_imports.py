@@ -91,6 +91,11 @@ def test_sglang_is_imported_in_one_folder() -> None:
         assert path.is_relative_to(ROOT / "workers" / "engine" / "sglang"), path
 
 
+def test_opentelemetry_is_imported_in_one_module() -> None:
+    users = [path for path in [*LIBRARY, *WORKERS] if "opentelemetry" in tops(path)]
+    assert users == [ROOT / "sglrl" / "tracing.py"]
+
+
 def test_importing_the_core_brings_nothing_heavy() -> None:
     code = """
 import sys
