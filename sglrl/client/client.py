@@ -325,7 +325,7 @@ class Client(
                 await parser.parse([completion])
             return [completion] if several else completion
         calls, futures = requests.samples(prompts, n, prepared, call_options)
-        made = await requests.driver.submit_all(calls, futures)
+        made = await requests.submit_all(calls, futures)
         if parser is not None:
             await parser.parse(made)
         groups = made if n == 1 else [made[i : i + n] for i in range(0, len(made), n)]

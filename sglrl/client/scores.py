@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
+from .. import tracing
 from ..control.client_base import ClientBase, not_started
 from ..errors import InvalidRequest
 from ..inference.completion import NextTokenLogprobs, ScoreLogprobs, Scores
@@ -14,6 +15,7 @@ from ..inference.number_checks import check_number
 from ..inference.options import CallKeywords
 from ..inference.prompts import check_given_ids
 from ..inference.requests import Requests
+from ..inference.spans import trace_call
 from ..inference.tokens import TokenIds, check_ids
 from ..wire.engine import EngineInfo
 
@@ -120,7 +122,7 @@ class ScoreMethods(ClientBase):
             raise InvalidRequest(f"start must be an integer of at least 0, got {start!r}")
         check_number("temperature", temperature, 0.0, math.inf, open_low=True)
         calls, futures = requests.scores(prompts, start, float(temperature), checked)
-        results = await requests.driver.submit_all(calls, futures)
+        results = await requests.submit_all(calls, futures)
         return results if several else results[0]
 
     async def next_token_logprobs(
@@ -156,6 +158,8 @@ class ScoreMethods(ClientBase):
         future: asyncio.Future[NextTokenLogprobs] = asyncio.get_running_loop().create_future()
         call = requests.next_token_call(checked, top_k, future, requests.options(**options))
         requests.driver.submit(call)
+        if tracing.tracer is not None:
+            trace_call(call, future, requests.info.model)
         try:
             return await future
         except BaseException:

@@ -224,6 +224,9 @@ class Driver:
                 # A worker may still compute a call whose answer was malformed.
                 if not future.done() or future.cancelled() or future.exception() is not None:
                     self.cancel(call)
+            for future in futures:
+                # A trace's span of a call ends with its future.
+                future.cancel()
 
     def cancel(self, call: Call) -> None:
         """Cancel a call whose caller no longer waits, and ask its worker to stop."""

@@ -9,6 +9,7 @@ from weakref import WeakSet
 
 from msgspec import Raw
 
+from .. import tracing
 from ..actors.actor import deadline_from
 from ..config import check_target
 from ..control.client_base import AdapterNames
@@ -29,6 +30,7 @@ from .replies import ChunkReply, GenerationReply, NextTokenReply, OnChunk, Score
 from .routed_experts import RoutedRows
 from .sampling import DEFAULT_MAX_NEW_TOKENS
 from .sampling_cache import Prepared, SamplingCache
+from .spans import trace_call
 from .tokens import TokenizerBox
 
 _BESIDE_IDS: Final = 256
@@ -252,7 +254,18 @@ class Requests:
             True,
         )
         self.driver.submit(call)
+        if tracing.tracer is not None:
+            trace_call(call, future, self.info.model)
         return call, future
+
+    async def submit_all(
+        self, calls: list[Call], futures: Sequence[asyncio.Future[Any]]
+    ) -> list[Any]:
+        """Submit the calls of ``samples`` or ``scores``, and return their results in order."""
+        if tracing.tracer is not None:
+            for call, future in zip(calls, futures, strict=True):
+                trace_call(call, future, self.info.model)
+        return await self.driver.submit_all(calls, futures)
 
     def samples(
         self,

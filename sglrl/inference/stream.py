@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any, NoReturn
 
+from .. import tracing
 from ..actors.replies import error_of
 from ..errors import Closed, InvalidRequest, SglrlError, UsageError
 from ..wire.calls import ItemKind
@@ -14,6 +16,7 @@ from .completion import Completion
 from .completion_parser import encode_call
 from .options import RenderOptions
 from .requests import Requests
+from .spans import begin_call_span, end_call_span
 
 
 class Stream:
@@ -82,6 +85,9 @@ class Stream:
         call, reply = requests.stream_call(prompts[0], prepared, checked)
         texts = StreamText(requests.decode, prepared.params)
         requests.driver.submit(call)
+        span = None
+        if tracing.tracer is not None:
+            span = begin_call_span(call, requests.info.model)
         try:
             while True:
                 while reply.items:
@@ -114,3 +120,5 @@ class Stream:
         finally:
             # Cancelling has no effect if the call has ended.
             requests.driver.cancel(call)
+            if span is not None:
+                end_call_span(span, call, self._completion or sys.exception())
