@@ -6,8 +6,9 @@ import asyncio
 import functools
 from collections.abc import Callable
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from .. import tracing
 from ..core.policy_versions import Versions
 from ..core.rollout_group import Group, Sample
 from ..sessions.gate import Gate
@@ -26,6 +27,7 @@ from .agent import (
 )
 from .agent_host import Done, End, Failed, GivenUp, Late, OnEnd
 from .config import RolloutConfig
+from .sample_span import RUN_ENDED, end_sample_span, sample_span
 from .task_ending import Limit, TaskSet, title_of
 
 if TYPE_CHECKING:
@@ -42,9 +44,10 @@ class _Attempt:
         task: the task that runs the agent. None before its first step, so that ``give_up`` does not
             cancel the task. A task that is cancelled before its first step ends without a report.
         given_up: the reason why the sample was given up, or "".
+        span: the span of the attempt. None: tracing is off, or the task has not begun.
     """
 
-    __slots__ = ("given_up", "host", "limit", "sample", "session", "task")
+    __slots__ = ("given_up", "host", "limit", "sample", "session", "span", "task")
 
     def __init__(self, host: AgentTasks, sample: Sample, session: Session) -> None:
         self.host = host
@@ -53,6 +56,7 @@ class _Attempt:
         self.task: asyncio.Task[None] | None = None
         self.limit: Limit | None = None
         self.given_up = ""
+        self.span: Any = None
 
     @property
     def title(self) -> str:
@@ -98,6 +102,7 @@ class AgentTasks:
         self._running: dict[Sample, _Attempt] = {}
 
     async def start(self) -> None:
+        tracing.look_up()
         if self._config.gateway:
             # Imported here because it needs the extra "gateway".
             from ..gateway.local import local_gateway
@@ -130,6 +135,15 @@ class AgentTasks:
 
     async def _run(self, attempt: _Attempt) -> None:
         """Run one attempt and report its end. Raise only exceptions that end the program."""
+        sample = attempt.sample
+        numbers = sample.group.index, sample.index, sample.tries
+        with sample_span(self.agent, *numbers) as attempt.span:
+            end = await self._end(attempt)
+            _end_span(attempt.span, end)
+        self._report(attempt, end)
+
+    async def _end(self, attempt: _Attempt) -> End:
+        """Run one attempt and return its end."""
         session, timeout = attempt.session, self._config.timeout
         task = attempt.task = asyncio.current_task()
         assert task is not None
@@ -144,12 +158,11 @@ class AgentTasks:
             trajectory = await play(
                 self._play, session, attempt.sample.group.item, attempt.limit, self._gateway
             )
-            end: End = Done(trajectory)
+            return Done(trajectory)
         except (asyncio.CancelledError, SystemExit, Exception) as error:
-            end = self._end_of(attempt, error)
+            return self._end_of(attempt, error)
         finally:
             session.close()
-        self._report(attempt, end)
 
     def _end_of(self, attempt: _Attempt, error: BaseException) -> End:
         if attempt.given_up:
@@ -172,6 +185,8 @@ class AgentTasks:
             self._running.pop(attempt.sample, None)
 
     def _report(self, attempt: _Attempt, end: End) -> None:
+        # The task of an abandoned agent has not ended the span.
+        _end_span(attempt.span, end)
         # An abandoned agent may end while another attempt of its sample runs. Ignore this end.
         if self._running.get(attempt.sample) is attempt:
             del self._running[attempt.sample]
@@ -192,6 +207,7 @@ class AgentTasks:
         # Close the sessions, so that agents that ignore their cancellation get no more turns.
         for attempt in self._running.values():
             attempt.session.close()
+            end_sample_span(attempt.span, "given up", reason=RUN_ENDED)
 
     # --- pause ------------------------------------------------------------------------------------
 
@@ -209,3 +225,15 @@ class AgentTasks:
 
     def resume(self) -> None:
         self._gate.open()
+
+
+def _end_span(span: Any, end: End) -> None:
+    match end:
+        case Done(trajectory):
+            end_sample_span(span, "done", reward=trajectory.reward)
+        case Failed(error):
+            end_sample_span(span, "failed", error=error)
+        case Late(error):
+            end_sample_span(span, "late", error=error)
+        case GivenUp(reason):
+            end_sample_span(span, "given up", reason=reason)

@@ -251,7 +251,12 @@ def log_hanging(what: str, reason: str, stack: str) -> None:
 
 def title_of(agent: Any, sample: int, item: int) -> str:
     """Return the title of a sample for a log, with the name of the agent's function or class."""
+    return f"agent {name_of(agent)} with sample {sample} of item {item}"
+
+
+def name_of(agent: Any) -> str:
+    """Return the name of the agent's function or class."""
     while isinstance(agent, functools.partial):
         agent = agent.func
     made_of = agent if hasattr(agent, "__qualname__") else type(agent)
-    return f"agent {made_of.__module__}.{made_of.__qualname__} with sample {sample} of item {item}"
+    return f"{made_of.__module__}.{made_of.__qualname__}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
+from .. import tracing
 from ..errors import UsageError
 
 if TYPE_CHECKING:
@@ -38,6 +39,15 @@ class OverHttp:
             UsageError: the session has no gateway.
         """
         return self._http()[1]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers ``traceparent`` and ``tracestate`` of W3C for the current span.
+
+        Add them to requests to other servers, so that their spans belong to the trace of the
+        sample. Requests to ``base_url`` need no headers. Without tracing, the result is empty.
+        """
+        return tracing.headers()
 
     def accept_header(self, session_id: str) -> None:
         """Let HTTP requests with the header ``X-Session-ID: <session_id>`` select this session.

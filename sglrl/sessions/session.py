@@ -12,6 +12,7 @@ from typing import Any, NoReturn, Self, SupportsFloat, Unpack
 import numpy as np
 from numpy.typing import NDArray
 
+from .. import tracing
 from ..core.policy_versions import MODEL
 from ..core.turn_tree import ROOT
 from ..driver.driver import now
@@ -23,6 +24,7 @@ from ..inference.prompts import Message, check_conversation, load_tokenizer
 from ..inference.replies import OnChunk
 from ..inference.sampling import SamplingOptions
 from ..inference.sampling_cache import Prepared
+from ..inference.spans import turn_attributes
 from ..inference.tokens import TokenIds
 from ..inference.tool_choice import ToolChoice
 from .gate import Gate
@@ -179,7 +181,11 @@ class Session(OverHttp):
         await self.sampler.begin()
         try:
             choice = tool_choice, parallel_tool_calls
-            return await self._turn(prepared, choice, top_logprobs, on_chunk)
+            with tracing.span("turn", {}) as span:
+                completion = await self._turn(prepared, choice, top_logprobs, on_chunk)
+                if span is not None:
+                    span.set_attributes(turn_attributes(completion))
+            return completion
         except Closed:
             shared = self._shared
             shared.refused = shared.refused or not self.sampler.has_closed

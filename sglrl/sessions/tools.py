@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import contextvars
 import functools
 import inspect
 import threading
@@ -12,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 import msgspec
 
+from .. import tracing
 from ..config import check_timeout
 from ..errors import ToolError, UsageError, WorkerLost
 from ..inference.completion import Completion
@@ -113,6 +115,20 @@ async def _run_all(runs: Sequence[Any]) -> list[Any]:
 
 
 async def _run(tools: Mapping[str, Tool], call: ToolCall, timeout: float | None) -> Any:
+    """Return the outcome of a call, as ``_outcome`` does, and make the span of the call."""
+    attributes = {
+        "gen_ai.operation.name": "execute_tool",
+        "gen_ai.tool.name": call.name,
+        "gen_ai.tool.call.id": call.id,
+    }
+    with tracing.span("tool", attributes) as span:
+        outcome = await _outcome(tools, call, timeout)
+        if isinstance(outcome, ToolError):
+            tracing.end(span, outcome.__cause__ or outcome)
+    return outcome
+
+
+async def _outcome(tools: Mapping[str, Tool], call: ToolCall, timeout: float | None) -> Any:
     """Return the result of a call, or a ``ToolError`` with the reason why it has none."""
     if call.error:
         return ToolError(f"this is no valid call: {call.error}", tool=call.name, call_id=call.id)
@@ -150,7 +166,9 @@ async def _result(tool: Tool, arguments: dict[str, Any]) -> Any:
     called = tool if inspect.isroutine(tool) else getattr(tool, "__call__", tool)  # noqa: B004
     if inspect.iscoroutinefunction(tool) or inspect.iscoroutinefunction(called):
         return await tool(**arguments)
-    made = await _in_thread(functools.partial(tool, **arguments))
+    # Tools in threads see the context variables of the session, as with ``asyncio.to_thread``.
+    context = contextvars.copy_context()
+    made = await _in_thread(functools.partial(context.run, tool, **arguments))
     return await made if inspect.isawaitable(made) else made
 
 
