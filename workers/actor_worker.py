@@ -20,6 +20,7 @@ from typing import Any
 import cloudpickle
 import uvloop
 
+from sglrl import tracing
 from sglrl.actors.actor import Actor, EndpointSpec, constructor_arguments, endpoints_of
 from sglrl.driver.driver import ENVELOPE_BYTES
 from sglrl.errors import MessageTooLarge, ProtocolError, SglrlError
@@ -51,6 +52,9 @@ _AT_ONCE = 64
 """Number of collected items at which a stream lets the event loop send them."""
 _SECONDS = 0.005
 """Age in seconds of the first collected item at which a stream lets the event loop send them."""
+
+_FLUSH_SECONDS = 2.0
+"""Maximum seconds in which the spans of the process are exported before it exits."""
 
 
 def load_class(spec: ActorSpec) -> type[Actor]:
@@ -158,7 +162,11 @@ class Host:
 
     async def _run(self, call: CallMessage, frames: list[Buffer]) -> None:
         try:
-            await self._answer(call, frames)
+            if call.trace:
+                with tracing.within(call.trace):
+                    await self._answer(call, frames)
+            else:
+                await self._answer(call, frames)
         except asyncio.CancelledError:
             self._put(Item(call.id, ItemKind.CANCELLED))
         except (SystemExit, KeyboardInterrupt):
@@ -312,3 +320,4 @@ async def _main(spec: WorkerSpec, body: ActorSpec) -> None:
 def run_actor(spec: WorkerSpec, body: ActorSpec) -> None:
     """Construct and serve the actor until ``Shutdown``. Errors of its ``__init__`` propagate."""
     uvloop.run(_main(spec, body))
+    tracing.flush(_FLUSH_SECONDS)

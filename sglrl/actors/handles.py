@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import AsyncGenerator
 from difflib import get_close_matches
 from typing import Any, Protocol
 
 from msgspec import Raw
 
+from .. import tracing
 from ..core.calls import Call
 from ..core.members import LOST, Member
 from ..driver.driver import ENVELOPE_BYTES, Driver
@@ -120,6 +122,11 @@ class _Caller:
             stream=spec.streaming,
         )
 
+    @property
+    def _attributes(self) -> dict[str, Any]:
+        """The attributes of the span of a call."""
+        return {"rpc.system.name": "sglrl", "rpc.method": self._spec.name}
+
     def _submit(self, call: Call) -> None:
         target = self._target
         if target is not None:
@@ -138,14 +145,22 @@ class UnaryCaller(_Caller):
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         timeout = kwargs.pop("timeout", self._spec.timeout)
-        return await self.call(args, kwargs, timeout)
+        if tracing.tracer is None:
+            return await self.call(args, kwargs, timeout)
+        with tracing.span(f"actor.{self._spec.name}", self._attributes, kind="CLIENT") as span:
+            return await self.call(args, kwargs, timeout, tracing.headers(span))
 
     async def call(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float | None,
+        trace: dict[str, str] | None = None,
     ) -> Any:
         """Call the endpoint. An argument in ``kwargs`` may have the name ``timeout``."""
         future = asyncio.get_running_loop().create_future()
         call = self._call(UnaryReply(future, self._spec.result), args, kwargs, timeout)
+        call.trace = trace
         self._submit(call)
         try:
             return await future
@@ -172,7 +187,15 @@ class StreamCaller(_Caller):
 
     async def _iterate(self, reply: StreamReply, call: Call) -> AsyncGenerator[Any, None]:
         reply.give_up = lambda: self._driver.cancel(call)
-        self._submit(call)
+        span = None
+        if tracing.tracer is not None:
+            span = tracing.start(f"actor.{self._spec.name}", self._attributes, kind="CLIENT")
+            call.trace = tracing.headers(span)
+        try:
+            self._submit(call)
+        except BaseException as error:
+            tracing.end(span, error)
+            raise
         try:
             while True:
                 more, item = await reply.next()
@@ -183,6 +206,8 @@ class StreamCaller(_Caller):
             if not reply.done:
                 self._driver.cancel(call)
             self._finish(call)
+            if span is not None:
+                tracing.end(span, sys.exception())
 
 
 class BroadcastCaller(_Caller):

@@ -20,7 +20,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from heapq import heapify, heappop, heappush
 from typing import Any, Final
 
@@ -73,6 +73,7 @@ class Call:
             call is pinned. None: the call is not pinned there.
         client: the client that made the call. It is None for a call of the pool's own client until
             the call waits.
+        trace: the headers of W3C for the trace that a call of an actor belongs to, or None.
         answer_bytes: size of the answer, if it is known in advance and the client has to read the
             answer; otherwise 0.
         extra_bytes: bytes of the call other than its prompt, raw frames and ``Raw`` arguments.
@@ -107,6 +108,7 @@ class Call:
         "stream",
         "submitted_at",
         "target",
+        "trace",
         "urgent",
         "worker",
     )
@@ -137,6 +139,7 @@ class Call:
         self.pinned = pinned
         self.bound_to: Holder | None = None
         self.target: int | None = None
+        self.trace: Mapping[str, str] | None = None
         self.route = route
         self.idempotent = idempotent
         self.stream = stream

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from .. import tracing
 from ..actors.actor import EndpointSpec, endpoints_of
 from ..actors.replies import error_of
 from ..actors.spawning import ActorHandle, launch_spec_of
@@ -136,6 +137,8 @@ class AgentProcesses(DriverListener):
         """The processes that have died since the last outcome of a sample."""
         self._max_dead = _SUSPECT_DEATHS * (count + 1)
         self.paused = False
+        self._trace: dict[str, str] = {}
+        """The headers of the trace in which the run was started."""
         settings = Settings(
             os.getpid(),
             client.entry,
@@ -207,6 +210,7 @@ class AgentProcesses(DriverListener):
         """
         await self._handle.__aenter__()
         self._client.observed.live.append(self)
+        self._trace = tracing.headers()
         self.driver.add_listener(self)
         if self.paused:
             for index in self.driver.ready:
@@ -235,6 +239,7 @@ class AgentProcesses(DriverListener):
         away = _Away(self, sample)
         driver = self.driver
         call = Call("run", msgspec.Raw(body), away, frames=frames)
+        call.trace = self._trace
         if sample.losses >= core.SUSPECT:
             call.pinned = next((i for i in driver.ready if i not in self._suspects), None)
         driver.submit(call)

@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
+from .. import tracing
 from ..actors.actor import Actor, endpoint
 from ..core.policy_versions import MODEL, age
 from ..errors import UsageError
@@ -43,6 +44,7 @@ from .agent import (
 from .agent_messages import DONE, FAILED, LATE, STALE, Outcome, Settings, body_of, sampling_from
 from .blocked_loop import LoopWatch
 from .dataset import session_arguments
+from .sample_span import end_sample_span, sample_span
 from .task_ending import GRACE_SECONDS, Grace, Limit, end_without, stack_of, title_of
 
 if TYPE_CHECKING:
@@ -63,9 +65,10 @@ class _Sample:
     Attributes:
         outcome: the future of the outcome. It is done when the agent has ended, or when this
             process stops waiting for the agent.
+        span: the span of the sample. None: tracing is off, or the task has not begun.
     """
 
-    __slots__ = ("index", "item", "limit", "outcome", "session", "stale", "task")
+    __slots__ = ("index", "item", "limit", "outcome", "session", "span", "stale", "task")
 
     task: asyncio.Task[Outcome]
 
@@ -74,6 +77,7 @@ class _Sample:
         self.index = index
         self.limit: Limit | None = None
         self.session: Session | None = None
+        self.span: Any = None
         self.stale = False
         self.outcome: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
 
@@ -123,6 +127,8 @@ class AgentWorker(Actor):
             threads = ThreadPoolExecutor(_MAX_THREADS, "agent")
             asyncio.get_running_loop().set_default_executor(threads)
         self._agent = await self._stack.enter_async_context(made_ready(settings.agent))
+        # An agent class may have set the provider of this process.
+        tracing.look_up()
         _say_it_there(settings.driver)
         watch = LoopWatch(lambda: bool(self._samples))
         self._stack.callback(watch.close)
@@ -157,7 +163,7 @@ class AgentWorker(Actor):
         # The pool's own message about these versions may arrive after this call.
         loras = {name: version for name, version in versions.items() if name != MODEL}
         self._pool.weights.set_version(versions[MODEL], loras)
-        work = self._play(sample, tries, attempts, item, arguments)
+        work = self._traced(sample, tries, attempts, item, arguments)
         sample.task = asyncio.get_running_loop().create_task(work)
         sample.task.add_done_callback(functools.partial(self._ended, sample))
         try:
@@ -168,6 +174,11 @@ class AgentWorker(Actor):
             await asyncio.wait([sample.outcome])
             raise
         return sample.outcome.result()
+
+    async def _traced(self, sample: _Sample, tries: int, attempts: int, *of: Any) -> Outcome:
+        numbers = sample.item, sample.index, attempts
+        with sample_span(self.settings.agent, *numbers) as sample.span:
+            return await self._play(sample, tries, attempts, *of)
 
     async def _play(
         self,
@@ -190,15 +201,17 @@ class AgentWorker(Actor):
                 session.sampler.limit = sample.limit = Limit(timeout, late)
             made = await play(self._agent, session, item, sample.limit, self._gateway)
             _check_metadata(made)
-            return self._outcome(DONE, trajectory=record_of(made), oldest=made.oldest_versions)
+            record, oldest = record_of(made), made.oldest_versions
+            end_sample_span(sample.span, "done", reward=made.reward)
+            return self._outcome(DONE, trajectory=record, oldest=oldest)
         except GeneratorExit:
             raise
         except BaseException as error:
             # The driver ignores the outcome of a sample that it has cancelled.
             if sample.stale:
-                return self._outcome(STALE)
+                return self._outcome_of_stale(sample)
             if is_late(sample.limit):
-                return self._outcome(LATE, error=body_of(too_late(timeout, error)))
+                return self._outcome_of_late(sample, error)
             return self._failure(sample, error)
         finally:
             if sample.session is not None:
@@ -277,10 +290,9 @@ class AgentWorker(Actor):
             sample.session.close()
         stack = stack_of(sample.task)
         if sample.stale:
-            outcome = self._outcome(STALE, hangs_at=stack)
+            outcome = self._outcome_of_stale(sample, stack)
         elif is_late(sample.limit):
-            error = body_of(too_late(self.settings.timeout, None))
-            outcome = self._outcome(LATE, error=error, hangs_at=stack)
+            outcome = self._outcome_of_late(sample, None, stack)
         else:
             # The driver has cancelled the sample and waits for no answer.
             logger.error(
@@ -310,6 +322,17 @@ class AgentWorker(Actor):
         (turns, prompt, cached, new), self._count = self._count, [0, 0, 0, 0]
         return Outcome(how, turns, prompt, cached, new, **more)
 
+    def _outcome_of_stale(self, sample: _Sample, hangs_at: str = "") -> Outcome:
+        end_sample_span(sample.span, "given up", reason=STALE)
+        return self._outcome(STALE, hangs_at=hangs_at)
+
+    def _outcome_of_late(
+        self, sample: _Sample, error: BaseException | None, hangs_at: str = ""
+    ) -> Outcome:
+        late = too_late(self.settings.timeout, error)
+        end_sample_span(sample.span, "late", error=late)
+        return self._outcome(LATE, error=body_of(late), hangs_at=hangs_at)
+
     def _unheard(self, error: Exception) -> Outcome:
         """Return the outcome of a cancelled sample, without statistics.
 
@@ -318,6 +341,10 @@ class AgentWorker(Actor):
         return Outcome(FAILED, 0, 0, 0, 0, error=body_of(error))
 
     def _failure(self, sample: _Sample, error: BaseException) -> Outcome:
+        if sample.task.cancelling():
+            end_sample_span(sample.span, "given up", reason="cancelled by the run")
+        else:
+            end_sample_span(sample.span, "failed", error=as_failure(error))
         if isinstance(error, asyncio.CancelledError):
             return self._unheard(as_failure(error))
         cut_off = not self._client.is_open

@@ -16,12 +16,14 @@ class CallMessage(msgspec.Struct, array_like=True, gc=False, frozen=True):
 
     args: the argument struct of the endpoint as msgpack.
     frames: number of raw frames of the message that belong to this call.
+    trace: the headers of W3C (``traceparent``, ``tracestate``) of an actor's call, or None.
     """
 
     id: int
     endpoint: str
     args: msgspec.Raw
     frames: int = 0
+    trace: dict[str, str] | None = None
 
 
 class Submit(msgspec.Struct, array_like=True, gc=False, frozen=True, tag=1):

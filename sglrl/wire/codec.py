@@ -12,7 +12,7 @@ decoded as an array even without an annotation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any, Final, Protocol, TypeVar, get_args, get_origin
 
@@ -141,6 +141,7 @@ class OutgoingCall(Protocol):
     endpoint: str
     args: msgspec.Struct | msgspec.Raw
     frames: Sequence[Any]
+    trace: Mapping[str, str] | None
 
 
 def encode_submit(calls: Sequence[OutgoingCall]) -> list[Any]:
@@ -153,7 +154,7 @@ def encode_submit(calls: Sequence[OutgoingCall]) -> list[Any]:
     messages: list[Any] = []
     frames: list[Any] = [b""]
     for call in calls:
-        messages.append((call.id, call.endpoint, call.args, len(call.frames)))
+        messages.append((call.id, call.endpoint, call.args, len(call.frames), call.trace))
         frames.extend(call.frames)
     frames[0] = encode(Submit(messages))
     return frames

@@ -88,6 +88,7 @@ SAMPLING = SamplingParams(
     token_ids_logprob=[3, 7],
     custom_params={},
 ).to_wire(6, 7)
+TRACE = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
 
 
 def raw(value: Any) -> msgspec.Raw:
@@ -223,7 +224,7 @@ def to_worker() -> list[list[bytes]]:
         (
             Submit(
                 [
-                    CallMessage(8, "count", raw([5])),
+                    CallMessage(8, "count", raw([5]), 0, TRACE),
                     CallMessage(
                         9, "sum_up", raw([msgspec.Raw(_arrays(0)), msgspec.Raw(_arrays(1))]), 2
                     ),
