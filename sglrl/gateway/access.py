@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from .. import tracing
 from .dialect import encode, openai_error
 from .errors import RETRY_SECONDS, HttpError, error_of
 from .metrics import Metrics
@@ -58,7 +59,8 @@ class Access:
 
         async def run(request: Request) -> Response:
             try:
-                response = await handler(request)
+                with tracing.within(request.headers):
+                    response = await handler(request)
             except ClientDisconnect:
                 response = Response(status_code=499)
             except Exception as failure:

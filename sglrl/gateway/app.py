@@ -23,6 +23,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Mount
 
+from .. import tracing
 from ..client.client import Client
 from ..errors import InvalidRequest
 from ..sessions.session_spec import SessionSpec
@@ -190,8 +191,10 @@ class Endpoints:
         body = await self._access.body(request)
         parsed = dialect.parse(body)
         wanted = self._wanted(session, parsed)
+        trace = None if session is None else session.trace
         try:
-            return await self._sampled(dialect, request, session, body, parsed, wanted)
+            with tracing.within(request.headers, trace):
+                return await self._sampled(dialect, request, session, body, parsed, wanted)
         except InvalidRequest as error:
             raise named(error, wanted[0].names) from None
 

@@ -8,6 +8,7 @@ import secrets
 from collections.abc import Mapping
 from typing import Any
 
+from .. import tracing
 from ..client.client import Client
 from ..control.snapshot import SessionSnapshot
 from ..errors import UsageError
@@ -38,9 +39,11 @@ class OpenSession:
         used: the time of the last request, on the loop's clock.
         requests: number of requests that are running.
         store: the conversations that requests may continue by id.
+        trace: the context in which the session was opened, which requests without the header
+            ``traceparent`` belong to. None: tracing is off.
     """
 
-    __slots__ = ("conversations", "header", "id", "key", "requests", "store", "used")
+    __slots__ = ("conversations", "header", "id", "key", "requests", "store", "trace", "used")
 
     def __init__(
         self, conversations: Conversations, used: float, process: int, header: str
@@ -52,6 +55,7 @@ class OpenSession:
         self.used = used
         self.requests = 0
         self.store = Store()
+        self.trace = tracing.context()
 
 
 class Registry:
