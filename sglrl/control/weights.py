@@ -9,6 +9,7 @@ from ..errors import UsageError
 from ..weights.local_sender import LocalSender, TensorMetadata
 from ..weights.update_report import UpdateReport
 from ..weights.update_request import UpdateOptions, UpdateRequest
+from ..weights.update_span import traced_update
 from ..weights.verification import differing_tensors
 from ..wire.weights import ModelDescription, Shard
 from .adapters import PoolAdapters
@@ -114,7 +115,9 @@ class WeightMethods(ClientBase):
         if lora is None:
             if config is not None:
                 raise UsageError("config= is for an adapter: give its name with lora=")
-            return await self._control.sender.update(weights, request, device=device, host=host)
+            return await traced_update(
+                self._control.sender.update(weights, request, device=device, host=host)
+            )
         parts = request.mode, request.partial, request.same_version, request.bucket_bytes
         unused = (*parts, request.drain_timeout, device, host)
         if unused != ("auto", False, False, None, 600.0, None, None):
@@ -124,7 +127,8 @@ class WeightMethods(ClientBase):
             )
         if not self._control.is_local:
             raise UsageError("adapters are replaced by the process that launched the pool")
-        return await self._control.part(PoolAdapters).replace(lora, weights, config, request)
+        adapters = self._control.part(PoolAdapters)
+        return await traced_update(adapters.replace(lora, weights, config, request))
 
     @operation
     async def update_weights_from_disk(
@@ -160,7 +164,8 @@ class WeightMethods(ClientBase):
             wait=wait,
             check_finite=check_finite,
         )
-        return await self._control.part(LocalSender).update_from_disk(path, request)
+        sender = self._control.part(LocalSender)
+        return await traced_update(sender.update_from_disk(path, request))
 
     async def connect_weights(
         self, *, device: Any = None, host: str | None = None, timeout: float = 60.0
