@@ -256,6 +256,7 @@ def test_from_turns() -> None:
         [TokenChunk(i4([8]), f4([-4]), "stop", 6, version=4)],
         prompt + response[:20],
         submitted=14.0,
+        sent=14.25,
         finished=16.5,
     )
     trajectory = Trajectory.from_turns(
@@ -286,6 +287,7 @@ def test_from_turns() -> None:
                 resumed=1,
                 seconds=2.5,
                 rewards=(Reward("format", 1.0, 0.5),),
+                waiting=0.5,
             ),
             Turn(
                 start=5,
@@ -297,6 +299,7 @@ def test_from_turns() -> None:
                 prompt_tokens=7,
                 seconds=2.5,
                 seconds_before=1.5,
+                waiting=0.25,
             ),
         ),
         timing=trajectory.timing,
