@@ -7,6 +7,7 @@ names begin with ``sglrl_``. A metric of an engine has the label "worker".
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -19,6 +20,8 @@ from prometheus_client.registry import Collector
 from ..core.members import GONE
 from ..errors import SglrlError, UsageError
 from .snapshot import Snapshot, WorkerSnapshot
+
+logger = logging.getLogger("sglrl.metrics")
 
 _SECONDS: Final = 5.0
 """Time limit for a snapshot. By default, Prometheus waits 10 s for all metrics."""
@@ -152,6 +155,8 @@ class PoolMetrics(Collector):  # type: ignore[misc]
         except (SglrlError, TimeoutError):
             # The metrics of others are needed most while a pool does not answer.
             return
+        except Exception:
+            logger.exception("no metrics of the pool, because it could not be described")
 
     def collect(self) -> Iterator[Any]:
         if self._snapshot is not None:

@@ -52,6 +52,12 @@ async def http(pool: sglrl.Client) -> AsyncIterator[httpx.AsyncClient]:
         yield http
 
 
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 def http_of(gateway: Gateway) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=gateway.url, timeout=300)
 
@@ -261,11 +267,42 @@ async def test_a_pool_that_has_closed() -> None:
     assert found.by_label("sglang:num_running_reqs", "worker") == {}
 
 
+async def test_a_part_of_the_pool_that_cannot_be_described(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Snapshots fail then, but neither calls nor the metrics of a gateway."""
+
+    def broken() -> Any:
+        raise ZeroDivisionError("this collector is broken")
+
+    port = free_port()
+    async with (
+        sglrl.launch("tiny", engine="fake", metrics_port=port) as client,
+        serve(client, name="tiny") as gateway,
+        http_of(gateway) as http,
+    ):
+        await http.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})
+        client.observed.rollouts.append(broken)
+        found, own, made = await asyncio.gather(
+            scrape(http),
+            http.get(f"http://127.0.0.1:{port}/metrics"),
+            client.generate(input_ids=[3, 4], max_new_tokens=5),
+        )
+        assert found.choices == {"length": 1}
+        assert found.by_label("sglang:num_running_reqs", "worker") == {}
+        assert (own.status_code, own.text) == (200, "")
+        assert made.output_ids.size == 5
+        assert any(record.name == "sglrl.metrics" for record in caplog.records)
+        with pytest.raises(ZeroDivisionError):
+            await client.snapshot()
+        client.observed.rollouts.remove(broken)
+        found = await scrape(http)
+        assert found.by_label("sglang:num_running_reqs", "worker") == {"0": 0}
+
+
 async def test_metrics_port(pool: sglrl.Client) -> None:
     """The metrics of a pool without a gateway, beside what its client says."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     async with sglrl.launch("tiny", engine="fake", replicas=2, metrics_port=port) as client:
         with pytest.raises(sglrl.UsageError, match="metrics_port: cannot listen"):
             async with sglrl.launch("tiny", engine="fake", metrics_port=port):
