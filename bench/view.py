@@ -53,7 +53,9 @@ def measure(file: Path, count: int, chromium: str | None) -> dict[str, float]:
     """Return the seconds of each step."""
     command = [sys.executable, "-m", "sglrl", "view", str(file), "--tokenizer", "tiny"]
     begun = time.perf_counter()
-    viewer = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True, encoding="utf-8")
+    viewer = subprocess.Popen(
+        [*command, "--port", "0"], stdout=subprocess.PIPE, text=True, encoding="utf-8"
+    )
     assert viewer.stdout is not None
     try:
         found = re.search(r"http://\S+", viewer.stdout.readline())

@@ -13,14 +13,13 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .version import __version__ as __version__
-
 if TYPE_CHECKING:
     from . import errors as errors
     from .actors.actor import Actor, endpoint
     from .actors.spawning import ActorHandle, spawn
     from .client.client import Client
     from .config import GatewayOptions
+    from .config import __version__ as __version__
     from .control.engines import WorkerStats
     from .control.snapshot import (
         GatewaySnapshot,
@@ -177,6 +176,7 @@ _HOME = {
     "serve": "gateway.serve",
     "spawn": "actors.spawning",
     "tiny_model": "launching.tiny_model",
+    "__version__": "config",
 }
 
 __all__ = [

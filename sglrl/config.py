@@ -1,4 +1,4 @@
-"""Frozen, keyword-only settings, and the environment variables of sglrl."""
+"""The version, frozen and keyword-only settings, and the environment variables of sglrl."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ import msgspec
 from msgspec.structs import force_setattr
 
 from .errors import UsageError
+
+__version__ = "0.3.0"
 
 LOCAL_MODELS: Final = {"tiny": 60.0, "smollm2": 1800.0}
 """The models that sglrl makes, so that they need no hub. The values are the maximum seconds in

@@ -21,9 +21,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any, Final, Literal
 
-from .config import traces_setup
+from .config import __version__, traces_setup
 from .errors import UsageError
-from .version import __version__
 
 logger = logging.getLogger("sglrl.tracing")
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 import msgspec
 
-from ..version import __version__
+from ..config import __version__
 from ..wire.processes import Environment
 
 _NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")

@@ -14,9 +14,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from ..client.client import Client
+from ..config import __version__
 from ..control.operations import Operation, public_operations
 from ..errors import InvalidRequest
-from ..version import __version__
 from ..wire.engine import SLEEP_TAGS
 from .accepted_fields import without_effect
 from .access import Access, json_response

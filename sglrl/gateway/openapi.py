@@ -8,7 +8,7 @@ from typing import Any, Final
 import msgspec
 from starlette.routing import Mount, Route
 
-from ..version import __version__
+from ..config import __version__
 from .errors import HttpError
 
 _JSON: Final = "application/json"

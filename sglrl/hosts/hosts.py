@@ -13,7 +13,7 @@ from typing import Final, Protocol, Self
 
 import msgspec
 
-from ..config import HEARTBEAT_TIMEOUT, PoolConfig, check_heartbeat, positive
+from ..config import HEARTBEAT_TIMEOUT, PoolConfig, __version__, check_heartbeat, positive
 from ..core.node_session import CHECK_SECONDS, MESSAGE_BYTES, MessageMissing
 from ..core.placement import Placement, WorkerPlace
 from ..driver.environment import environment, limits
@@ -22,7 +22,6 @@ from ..errors import ProtocolError, UsageError
 from ..transport.addresses import check_address, check_tcp, host_of, is_loopback, is_own
 from ..transport.curve_keys import read_driver_keys, read_keys_to_node
 from ..transport.zmq import ZmqRouter
-from ..version import __version__
 from ..wire.calls import PROTOCOL_VERSION
 from ..wire.codec import Buffer, decode_from_node, decode_of_connection, encode
 from ..wire.nodes import (

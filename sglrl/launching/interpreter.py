@@ -8,10 +8,9 @@ import subprocess
 
 import msgspec
 
-from ..config import LOCAL_MODELS, install
+from ..config import LOCAL_MODELS, __version__, install
 from ..errors import UsageError
 from ..transport.system_limits import reason
-from ..version import __version__
 from ..wire.processes import Environment
 
 _SECONDS = 60.0

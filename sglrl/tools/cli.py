@@ -17,10 +17,9 @@ import msgspec
 import typer
 from rich.console import Console
 
-from ..config import install
+from ..config import __version__, install
 from ..errors import SglrlError, UsageError
 from ..inference.sampling import SamplingParams
-from ..version import __version__
 from .call import call
 from .display import print_json, quiet_warnings
 from .eval.command import evaluate
