@@ -236,9 +236,11 @@ class Runner:
             # Postponed groups may begin when the data set is exhausted.
             self._wake.set()
             self.delivery.notify()
+        if plan.ending:
+            # A consumer may wait for more groups than there will be.
+            self.delivery.notify()
         if plan.over:
             self._wake.set()
-            self.delivery.notify()
 
     def _start(self, sample: core.Sample) -> None:
         try:

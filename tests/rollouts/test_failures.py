@@ -16,6 +16,7 @@ from .agents import (
     ITEMS,
     one_turn,
     two_turns,
+    until,
 )
 
 
@@ -58,6 +59,39 @@ async def test_what_fails_again_and_again_is_dropped(client: sglrl.Client) -> No
     # begun again, because the failed sample has no try left.
     assert metrics.samples_lost == {"error": 1, "given up": 1}
     assert metrics.samples_done == 78
+
+
+@pytest.mark.parametrize("how", ["error", "late", "filtered"])
+@pytest.mark.parametrize("count", [12, 13])
+async def test_the_last_group_to_end_is_lost(client: sglrl.Client, how: str, count: int) -> None:
+    """A consumer that waits for a whole batch then gets the rest."""
+
+    async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
+        reward = await two_turns(session, item)
+        if item["id"] == 5:
+            await until(lambda: run.metrics.samples_done >= 2 * (count - 1))
+            # Let the run deliver the other groups.
+            await asyncio.sleep(0.3)
+            if how == "error":
+                raise RuntimeError("the environment broke")
+            if how == "late":
+                await asyncio.sleep(300)
+        return reward
+
+    run = sglrl.rollout(
+        client,
+        agent,
+        ITEMS[:count],
+        group_size=2,
+        batch_size=4,
+        retries=0,
+        timeout=3,
+        keep=lambda group: how != "filtered" or group.item["id"] != 5,
+    )
+    async with asyncio.timeout(60), run:
+        batches = [[group.index for group in batch] async for batch in run.batches()]
+    assert sorted(index for batch in batches for index in batch) == [index for index in range(count) if index != 5]
+    assert [len(batch) for batch in batches] == [4, 4, count - 9]
 
 
 async def test_a_smaller_group_may_be_enough(client: sglrl.Client) -> None:
