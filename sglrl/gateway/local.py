@@ -17,10 +17,11 @@ from ..driver.threads import in_thread
 from ..inference.chat_templates import template_shows_system
 from ..inference.prompts import load_tokenizer
 from ..sessions.session import Session
+from ..transport.http_listeners import bound
 from .app import Endpoints
 from .filtering import Filtering
 from .registry import Registry
-from .server import bound, serve_app
+from .server import serve_app
 from .settings import ProcessPlace, Settings, names_of
 
 

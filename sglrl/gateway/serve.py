@@ -111,8 +111,8 @@ class Gateway:
         self.url = ""
 
     async def __aenter__(self) -> Self:
+        from ..transport.http_listeners import reserved
         from .process import GatewayProcess
-        from .server import reserved
 
         client, settings = self._client, self._settings
         # Check here that the tokenizer can be loaded. The same error in a process of the gateway

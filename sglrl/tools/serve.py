@@ -78,8 +78,8 @@ def serve(
     import uvloop
 
     from ..gateway.serve import serve as gateway_of
-    from ..gateway.server import reserved
     from ..launching.launch import launch
+    from ..transport.http_listeners import reserved
 
     check_gateway_packages()
     more = launch_arguments(settings)

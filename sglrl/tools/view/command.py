@@ -109,7 +109,7 @@ async def _serve(
 ) -> None:
     import uvicorn
 
-    from ...gateway.server import reserved
+    from ...transport.http_listeners import reserved
     from .app import Viewer
     from .store import Store
     from .watching import Watching
@@ -127,6 +127,8 @@ async def _serve(
         config = uvicorn.Config(
             viewer.app, log_level="warning", access_log=False, timeout_graceful_shutdown=1
         )
+        # A program that reads the address may connect at once.
+        listener.listen()
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/?key={viewer.secret}"
         console = Console()
         console.print(f"sglrl view: {url}  (Ctrl-C ends it)", soft_wrap=True, highlight=False)
