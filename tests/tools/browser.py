@@ -8,7 +8,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from playwright.async_api import Browser, Page, async_playwright
+from playwright.async_api import Browser, Page, Request, async_playwright
 
 # Chromium looks for updates and other services unless it is told not to.
 _QUIET = (
@@ -40,6 +40,11 @@ async def browser() -> AsyncIterator[Browser]:
         await opened.close()
 
 
+def _elsewhere(request: Request, url: str) -> list[str]:
+    own = url.partition("/?")[0], "data:"
+    return [] if request.url.startswith(own) else [f"asked for {request.url}"]
+
+
 @asynccontextmanager
 async def page_in(opened: Browser, url: str) -> AsyncIterator[Page]:
     """Open a page. At the end, check that it has loaded nothing from elsewhere, and that no error
@@ -49,16 +54,13 @@ async def page_in(opened: Browser, url: str) -> AsyncIterator[Page]:
     errors: list[str] = []
     page.on("pageerror", lambda error: errors.append(str(error)))
     page.on("dialog", lambda dialog: errors.append(f"a dialog: {dialog.message}"))
+    # A request that the page's policy has blocked was not sent.
+    page.on("requestfinished", lambda request: errors.extend(_elsewhere(request, url)))
     page.on(
-        "request",
-        lambda request: (
-            errors.append(f"asked for {request.url}")
-            if not request.url.startswith(url.partition("/?")[0])
-            and not request.url.startswith("data:")
-            else None
-        ),
+        "requestfailed",
+        lambda request: errors.extend(_elsewhere(request, url) if request.failure != "csp" else ()),
     )
     await page.goto(url)
     yield page
     await page.close()
-    assert errors == []
+    assert not errors, errors

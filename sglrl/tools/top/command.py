@@ -94,11 +94,11 @@ def _print(snapshot: Snapshot) -> None:
 
 
 def _serve(pool: str | None, keys: str | None, interval: float, port: int) -> None:
-    from textual_serve.server import Server
+    from .web import GuardedServer
 
     # Other users can read command lines, and the address has a secret.
     if pool is not None:
         os.environ[POOL_VARIABLE] = pool
     command = [sys.executable, "-m", "sglrl", "top", "--interval", str(interval)]
     command += ["--keys", keys] if keys is not None else []
-    Server(shlex.join(command), host="127.0.0.1", port=port, title="sglrl top").serve()
+    GuardedServer(shlex.join(command), "127.0.0.1", port, "sglrl top").serve()
