@@ -68,14 +68,15 @@ class LiveMethods(ClientBase):
         return state
 
     @operation(urgent=True, http=False)
-    async def ended_samples(self, after: int = 0, timeout: float = 10.0) -> EndedSamples:
+    async def ended_samples(self, after: int | None = None, timeout: float = 10.0) -> EndedSamples:
         """Return samples of rollouts that have ended, as soon as there are any.
 
         While this is called at least once a minute, the latest 1,024 samples are kept. Before the
         first call, none are.
 
         Args:
-            after: ``EndedSamples.next`` of the previous answer. 0: all samples that are kept.
+            after: ``EndedSamples.next`` of the previous answer. 0: all samples that are kept. None:
+                samples that end from now on.
             timeout: the longest time to wait, in seconds.
         """
         number, samples = await self.observed.ended.after(after, timeout, _MOST)

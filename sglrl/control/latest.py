@@ -36,17 +36,19 @@ class Latest(Generic[_One]):
             self._next += 1
             self._changed.set()
 
-    async def after(self, number: int, seconds: float, most: int) -> tuple[int, list[_One]]:
+    async def after(self, number: int | None, seconds: float, most: int) -> tuple[int, list[_One]]:
         """Return the values from a number on, oldest first, and the number that follows them.
 
         Values that are no longer kept are left out.
 
         Args:
-            number: the number that the previous call returned, or 0 for all kept values.
+            number: the number that the previous call returned. 0: all kept values. None: only
+                values from now on.
             seconds: the longest time to wait for a value.
             most: the largest number of values to return.
         """
         self._watch()
+        number = self._next if number is None else number
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while number >= self._next:

@@ -42,7 +42,7 @@ class RolloutSnapshot(msgspec.Struct, frozen=True, kw_only=True):
         items: the number of items in the data set, if it is known.
         group_size: the number of samples of each item.
         batch_size, max_staleness: the arguments of ``sglrl.rollout``.
-        errors: the latest errors of agents, at most 3, newest first.
+        errors: the most frequent errors of agents with their counts, at most 3.
     """
 
     metrics: RolloutMetrics

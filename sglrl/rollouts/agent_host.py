@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 from ..core.policy_versions import Versions
 from ..core.rollout_group import Group, Sample
 from ..errors import WorkerLost
+from ..sessions.record import Record
 from ..sessions.trajectory import Trajectory
 
 
@@ -21,21 +22,32 @@ class Done(NamedTuple):
     trajectory: Trajectory
 
 
+SoFar = Callable[[], Record | None]
+"""Returns the turns of a sample that was not finished, or None without turns."""
+
+
+def _unknown() -> Record | None:
+    return None
+
+
 class Failed(NamedTuple):
     """The agent has failed.
 
     Attributes:
         fatal: whether the run must end, because every other sample would fail in the same way.
+        so_far: for programs that watch the run.
     """
 
     error: Exception
     fatal: bool = False
+    so_far: SoFar = _unknown
 
 
 class Late(NamedTuple):
     """The agent has taken longer than its time limit."""
 
     error: Exception
+    so_far: SoFar = _unknown
 
 
 class GivenUp(NamedTuple):
@@ -46,6 +58,7 @@ class GivenUp(NamedTuple):
     """
 
     reason: str
+    so_far: SoFar = _unknown
 
 
 class ProcessLost(NamedTuple):

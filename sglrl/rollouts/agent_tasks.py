@@ -12,8 +12,10 @@ from .. import tracing
 from ..core.policy_versions import Versions
 from ..core.rollout_group import Group, Sample
 from ..sessions.gate import Gate
+from ..sessions.record import Record
 from ..sessions.session import Session
 from ..sessions.session_spec import SessionSpec
+from ..sessions.trajectory import record_of
 from .agent import (
     Gateway,
     NotAsync,
@@ -165,21 +167,23 @@ class AgentTasks:
             session.close()
 
     def _end_of(self, attempt: _Attempt, error: BaseException) -> End:
+        so_far = functools.partial(_so_far, attempt.session)
         if attempt.given_up:
-            return GivenUp(attempt.given_up)
+            return GivenUp(attempt.given_up, so_far)
         if is_late(attempt.limit):
-            return Late(too_late(self._config.timeout, error))
+            return Late(too_late(self._config.timeout, error), so_far)
         # If a turn was refused, no other sample would get a turn, so the run must end.
         fatal = isinstance(error, NotAsync) or attempt.session.refused
-        return Failed(as_failure(error), fatal)
+        return Failed(as_failure(error), fatal, so_far)
 
     def _abandoned(self, attempt: _Attempt, reason: str) -> None:
         """Report the end of an attempt whose agent does not end."""
         attempt.session.close()
+        so_far = functools.partial(_so_far, attempt.session)
         if attempt.given_up:
-            self._report(attempt, GivenUp(attempt.given_up))
+            self._report(attempt, GivenUp(attempt.given_up, so_far))
         elif reason == _TIMEOUT:
-            self._report(attempt, Late(too_late(self._config.timeout, None)))
+            self._report(attempt, Late(too_late(self._config.timeout, None), so_far))
         else:
             # The run has ended, and needs no report.
             self._running.pop(attempt.sample, None)
@@ -225,6 +229,11 @@ class AgentTasks:
 
     def resume(self) -> None:
         self._gate.open()
+
+
+def _so_far(session: Session) -> Record | None:
+    """Return the turns of a session, or None without turns."""
+    return record_of(session.trajectory()) if session.turns else None
 
 
 def _end_span(span: Any, end: End) -> None:

@@ -55,6 +55,11 @@ class FailurePolicy:
         self._succeeded += 1
         self._failures.attempt(False, self._limit.value)
 
+    def most_frequent(self, most: int) -> list[str]:
+        """Return the most frequent errors of failed attempts, with their counts."""
+        kinds = sorted(self._failures.kinds.values(), key=lambda kind: -kind.count)
+        return [f"{kind.count:,} times {kind!r}" for kind in kinds[:most]]
+
     def record(self, error: Exception) -> None:
         """Keep an error that does not count as a failure of its sample."""
         self.errors.append(error)

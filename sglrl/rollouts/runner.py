@@ -19,7 +19,6 @@ from ..core.policy_versions import PolicyClock
 from ..errors import Closed, DeadlineExceeded, UsageError, WorkerLost
 from ..sessions.live import EndedSample
 from ..sessions.trajectory import Trajectory, record_of
-from ..wire.codec import readable
 from .agent_host import AgentHost, Done, End, Failed, GivenUp, Late, ProcessLost
 from .agent_tasks import AgentTasks
 from .blocked_loop import LoopWatch
@@ -136,7 +135,7 @@ class Runner:
             group_size=self._config.group_size,
             batch_size=self._config.batch_size,
             max_staleness=self._config.max_staleness,
-            errors=[readable(error) for error in [*self.failures.errors][: -_ERRORS - 1 : -1]],
+            errors=self.failures.most_frequent(_ERRORS),
         )
 
     def _end_watch(self) -> None:
@@ -357,9 +356,11 @@ def _ended(sample: core.Sample, end: End) -> EndedSample:
     match end:
         case Done(trajectory):
             record = record_of(trajectory)
-        case GivenUp(reason):
-            error = reason
-        case Failed(failure) | Late(failure) | ProcessLost(failure):
+        case GivenUp(reason, so_far):
+            error, record = reason, so_far()
+        case Failed(failure, _, so_far) | Late(failure, so_far):
+            error, record = title_of_error(failure), so_far()
+        case ProcessLost(failure):
             error = title_of_error(failure)
     return EndedSample(
         item=sample.group.index,

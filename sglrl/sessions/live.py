@@ -50,7 +50,8 @@ class EndedSample(msgspec.Struct, frozen=True, kw_only=True):
         item: the index of the item in the data set.
         sample: the index of the sample in its group.
         error: why it failed or was given up, or "".
-        trajectory: its turns. None if it failed.
+        trajectory: its turns. If it was not finished, the turns until then, or None if they are not
+            known, as with agents in other processes.
         ended: when it ended, in seconds as ``time.time`` returns them.
     """
 

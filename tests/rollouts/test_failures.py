@@ -90,7 +90,9 @@ async def test_the_last_group_to_end_is_lost(client: sglrl.Client, how: str, cou
     )
     async with asyncio.timeout(60), run:
         batches = [[group.index for group in batch] async for batch in run.batches()]
-    assert sorted(index for batch in batches for index in batch) == [index for index in range(count) if index != 5]
+    assert sorted(index for batch in batches for index in batch) == [
+        index for index in range(count) if index != 5
+    ]
     assert [len(batch) for batch in batches] == [4, 4, count - 9]
 
 

@@ -103,7 +103,11 @@ async def test_ended_samples_and_their_errors(client: sglrl.Client, watcher: sgl
         if item == 1:
             # The group is given up when its first sample fails.
             assert one.error in ("ValueError: the tool broke", "given up")
-            assert one.trajectory is None
+            if one.trajectory is None:
+                # The other sample may be given up before its turn.
+                assert one.error == "given up"
+            else:
+                assert one.trajectory.response_ids == np.int32([2, 2, 2, 2]).tobytes()
         else:
             assert one.error == ""
             assert one.trajectory is not None

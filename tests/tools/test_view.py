@@ -420,6 +420,42 @@ async def test_a_rollout_is_shown_while_it_runs() -> None:
         assert (await page.get(f"/api/rows/{end['row']}")).status_code == 200
 
 
+async def test_a_failed_sample_shows_the_turns_until_its_error() -> None:
+    async def agent(session: sglrl.Session, item: Any) -> float:
+        await session.generate(max_new_tokens=4)
+        if item["id"] == 7:
+            raise ValueError("the tool broke")
+        return 1.0
+
+    async with sglrl.launch("tiny", engine="fake") as client, page_of(client.address) as page:
+        states = events(page, "/api/state")
+        assert (await anext(states))["rows"] == 0
+        items = [{"prompt": "a", "id": id_} for id_ in range(12)]
+        run = sglrl.rollout(client, agent, items, group_size=1, on_error="drop")
+        assert len([group async for group in run]) == 11
+        async for state in states:
+            if state["rows"] == 12:
+                break
+        (failed,) = (await page.get("/api/rows", params={"filter": "failed=yes"})).json()["rows"]
+        assert (failed["item"], failed["sampled"], failed["reward"]) == (7, 4, None)
+        assert failed["preview"] == "ValueError: the tool broke"
+        shown = (await page.get(f"/api/rows/{failed['row']}")).json()
+        assert sum(shown["leaves"][0]["mask"]) == 4
+        assert shown["error"] == "ValueError: the tool broke"
+        assert (await page.get("/api/groups")).json()["mean"] == [1.0] * 11
+        for sort, order in (("item", range(12)), ("-item", range(11, -1, -1))):
+            rows = (await page.get("/api/rows", params={"sort": sort})).json()["rows"]
+            assert [row["item"] for row in rows] == [*order]
+        # A second viewer begins with the samples that end from now on, and has no forks.
+        async with page_of(client.address) as second:
+            assert (await anext(events(second, "/api/state")))["rows"] == 0
+            await loaded(second)
+            id_ = (await second.post("/api/forks", json={"ids": [3, 4, 5]})).json()["id"]
+            *_, end = [event async for event in events(second, f"/api/live/{id_}")]
+            assert end["row"] == 0
+            assert (await second.get("/api/groups")).json()["mean"] == []
+
+
 async def test_a_page_that_does_not_read_delays_no_other() -> None:
     async def agent(session: sglrl.Session, item: Any) -> float:
         await session.generate(max_new_tokens=200)
@@ -464,6 +500,16 @@ async def test_a_full_disk_ends_only_the_keeping_of_samples() -> None:
         assert 0 < state["rows"] < 20
         assert (await page.get("/api/rows/0")).status_code == 200
         assert await client.generate("still here", max_new_tokens=1)
+
+
+async def test_the_viewer_needs_only_the_packages_of_its_extra(tmp_path: Path) -> None:
+    for name in ("httptools", "httpx", "prometheus_client"):
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError(name={name!r})\n")
+    path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    save(tmp_path / "a.traj", [made(random.Random(3), 0)])
+    async with page_of(str(tmp_path / "a.traj"), before=("env", f"PYTHONPATH={path}")) as page:
+        assert not (await loaded(page))["problems"]
+        assert (await page.get("/api/rows")).json()["total"] == 1
 
 
 def test_wrong_arguments_are_one_line(tmp_path: Path) -> None:

@@ -183,7 +183,7 @@ async def test_a_live_sample_is_followed_and_forked(tokenizer: Any) -> None:
         sglrl.rollout(client, agent, [{"prompt": "What is it?"}]) as run,
     ):
         waiting = asyncio.create_task(run.take(1))
-        await page.locator("#running .row").click()
+        await page.locator("#running .row:not(.head)").click()
         pane = page.locator(".pane")
         await expect(pane.locator(".live")).to_have_text("live: tools")
         await page.keyboard.press("t")
@@ -244,7 +244,7 @@ async def test_screenshots_of_a_model_that_answers(smollm2: str, tmp_path: Path)
             for _ in range(2):
                 await run.take(2)
                 await client.update_weights_from_disk(smollm2)
-            await expect(page.locator("#running .row")).to_have_count(4)
+            await expect(page.locator("#running .row:not(.head)")).to_have_count(4)
             await page.locator("#space .row").nth(2).click()
             await expect(page.locator(".message.assistant")).to_have_count(2)
             await page.screenshot(path=folder / "view-conversation.png")
@@ -263,7 +263,7 @@ async def test_screenshots_of_a_model_that_answers(smollm2: str, tmp_path: Path)
             await expect(page.locator("#count")).to_contain_text("20 of 20")
             await page.screenshot(path=folder / "view-timeline.png")
             # A live sample, and a fork that continues it with the likeliest tokens.
-            await page.locator("#running .row").first.click()
+            await page.locator("#running .row:not(.head)").first.click()
             spans = page.locator(".tokens span")
             await page.keyboard.press("t")
             await expect(page.locator(".live")).to_have_text("live: tools")

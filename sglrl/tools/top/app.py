@@ -80,6 +80,8 @@ class Top(App[str]):  # type: ignore[misc]
         Binding("k", "kill", "kill"),
         Binding("p", "pause", "pause"),
         Binding("u", "resume", "resume"),
+        Binding("1", "tab(0)", "tabs", key_display="1-5"),
+        *(Binding(str(number), f"tab({number - 1})", show=False) for number in range(2, 6)),
     ]
 
     def __init__(self, client: Client, interval: float) -> None:
@@ -125,6 +127,11 @@ class Top(App[str]):  # type: ignore[misc]
             _fill(base.query_one(f"#{title.lower()}-table", DataTable), table)
 
     # --- actions ----------------------------------------------------------------------------------
+
+    def action_tab(self, index: int) -> None:
+        name = _TITLES[index].lower()
+        self.query_one(TabbedContent).active = name
+        self.query_one(f"#{name}-table").focus()
 
     def action_stacks(self) -> None:
         worker = self._chosen()
@@ -195,7 +202,11 @@ class Top(App[str]):  # type: ignore[misc]
 
 
 def _fill(widget: DataTable[str], table: Table) -> None:
-    """Show a table. The cursor stays on its row, if the row still exists."""
+    """Show a table.
+
+    The cursor stays on its row, if the row still exists. In the first row it stays at the top,
+    where the newest rows are.
+    """
     rows, keys = list(widget.rows), [str(key.value) for key in widget.rows]
     columns = [str(column.label) for column in widget.columns.values()]
     if columns == [*table.columns] and keys == [*table.keys]:
@@ -209,5 +220,5 @@ def _fill(widget: DataTable[str], table: Table) -> None:
     widget.add_columns(*table.columns)
     for key, cells in zip(table.keys, table.rows, strict=True):
         widget.add_row(*cells, key=key)
-    if chosen in table.keys:
+    if at and chosen in table.keys:
         widget.move_cursor(row=[*table.keys].index(chosen))

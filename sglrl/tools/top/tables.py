@@ -152,10 +152,10 @@ def _rollout(one: RolloutSnapshot) -> dict[str, str]:
     staleness = ", ".join(f"{age}: {count}" for age, count in one.staleness.items())
     values = {
         "groups taken": f"{metrics.groups_taken:,}{total}",
-        "groups ready, running": f"{metrics.groups_ready}, {metrics.groups_running}",
-        "groups filtered, dropped": f"{metrics.groups_filtered}, {metrics.groups_dropped}",
+        "groups now": f"{metrics.groups_running} running, {metrics.groups_ready} ready",
+        "groups lost": f"{metrics.groups_dropped} dropped, {metrics.groups_filtered} filtered out",
         "samples running": f"{metrics.samples_running} of at most {metrics.concurrency}",
-        "samples done, again": f"{metrics.samples_done:,}, {metrics.samples_retried}",
+        "samples done": f"{metrics.samples_done:,}, and {metrics.samples_retried} run again",
         "samples lost": lost or "0",
         "groups by staleness": staleness or "none yet",
         "reward": f"{_number(metrics.mean_reward)} ± {_number(metrics.reward_std)}",
@@ -165,7 +165,7 @@ def _rollout(one: RolloutSnapshot) -> dict[str, str]:
         "response tokens": _distribution(metrics.response_tokens, ""),
         "truncated": "" if math.isnan(metrics.truncated) else f"{metrics.truncated:.0%}",
         "seconds in the engine": _distribution(metrics.turn_seconds, " s"),
-        "seconds in tools": _distribution(metrics.tool_seconds, " s"),
+        "seconds elsewhere": _distribution(metrics.tool_seconds, " s"),
     }
     values |= {f"reward {name}": _number(value) for name, value in metrics.named_rewards.items()}
     values |= {f"error {number}": text for number, text in enumerate(one.errors, 1)}

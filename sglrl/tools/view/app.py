@@ -25,7 +25,7 @@ from ...sessions.live import LiveState, live_state
 from .details import details, patch
 from .forks import ForkRequest, Forks, is_fork
 from .rows import FINISH, Filter, parse
-from .store import Store
+from .store import FORKS, Store
 from .timeline import timeline
 from .watching import Watching
 
@@ -188,13 +188,7 @@ class Viewer:
         rows = self._store.rows
         numbers = rows.matching(wanted)
         name = sort.lstrip("-")
-        if name:
-            if name not in (rows.values.dtype.names or ()):
-                raise UsageError(f"cannot sort by {name!r}")
-            values = rows.values[name][numbers]
-            order = np.argsort(-values if sort.startswith("-") else values, kind="stable")
-            numbers = numbers[order]
-        return numbers
+        return rows.order(numbers, name, sort.startswith("-")) if name else numbers
 
     def _row_of(self, number: int) -> dict[str, Any]:
         rows = self._store.rows
@@ -223,7 +217,10 @@ class Viewer:
         rows = self._store.rows
         numbers = rows.matching(parse(request.query_params.get("filter", "")))
         chosen = rows.values[numbers]
-        numbers, chosen = numbers[~chosen["failed"]], chosen[~chosen["failed"]]
+        # A fork has no reward.
+        forks = rows.sources.index(FORKS) if FORKS in rows.sources else -1
+        rewarded = ~chosen["failed"] & (chosen["source"] != forks)
+        numbers, chosen = numbers[rewarded], chosen[rewarded]
         groups, first, at = np.unique(chosen["group"], return_index=True, return_inverse=True)
         count = np.bincount(at, minlength=len(groups))
         least = np.full(len(groups), np.inf)

@@ -123,8 +123,12 @@ class Rows:
         """All rows, [count] of ``DTYPE``."""
         return self._rows[: self.count]
 
-    def add(self, source: int, offset: int, size: int, record: Record) -> int:
-        """Add a trajectory, and return its number."""
+    def add(self, source: int, offset: int, size: int, record: Record, failed: bool = False) -> int:
+        """Add a trajectory, and return its number.
+
+        Args:
+            failed: whether the sample was not finished. It has no reward then.
+        """
         turns = record.turns
         oldest, newest = _versions(record)
         reward, engine = 0.0, 0.0
@@ -148,7 +152,7 @@ class Rows:
                 size,
                 group,
                 sample if type(sample) is int else -1,
-                reward,
+                np.nan if failed else reward,
                 len(record.prompt_ids) // 4,
                 len(record.response_ids) // 4,
                 sampled,
@@ -160,12 +164,12 @@ class Rows:
                 timing.total,
                 engine,
                 FINISH.index(finish) if finish in FINISH else 0,
-                False,
+                failed,
             )
         )
 
     def add_failed(self, source: int, item: Any, sample: int, ended: float) -> int:
-        """Add a sample without a trajectory, and return its number."""
+        """Add a sample that has failed without a turn, and return its number."""
         group = self._group(source, item, b"")
         values = (source, 0, 0, group, sample, np.nan, 0, 0, 0, 0, 0, -1, -1, ended, 0.0, 0.0, 0)
         return self._append((*values, True))
@@ -181,6 +185,25 @@ class Rows:
         for name, sign, value in wanted.terms:
             mask &= self._compared(rows, name, sign, value)
         return np.flatnonzero(mask)
+
+    def order(self, numbers: NDArray[np.int64], name: str, descending: bool) -> NDArray[np.int64]:
+        """Return rows in the order of a column, or of "item".
+
+        Raises:
+            UsageError: there is no such column.
+        """
+        rows = self.values[numbers]
+        if name == "item":
+            # Items that are numbers come first, in the order of the numbers.
+            ranks = sorted(range(len(self.items)), key=lambda group: _rank(self.items[group]))
+            place = np.empty(len(ranks), np.int64)
+            place[ranks] = np.arange(len(ranks))
+            values = place[rows["group"]]
+        elif name in (rows.dtype.names or ()):
+            values = rows[name]
+        else:
+            raise UsageError(f"cannot sort by {name!r}")
+        return numbers[np.argsort(-values if descending else values, kind="stable")]
 
     def _compared(self, rows: NDArray[Any], name: str, sign: str, value: str) -> Any:
         compare = _OPERATORS[sign]
@@ -244,6 +267,11 @@ def _pair(compare: Callable[[Any, Any], Any], text: str, value: str) -> bool:
     except ValueError:
         # The name of this item is no number.
         return False
+
+
+def _rank(item: Any) -> tuple[bool, float, str]:
+    number = type(item) in (int, float)
+    return not number, item if number else 0.0, "" if number else str(item)
 
 
 def _versions(record: Record) -> tuple[int, int]:

@@ -104,14 +104,19 @@ class Store:
             OSError: the disk is full.
         """
         if sample.trajectory is not None:
-            return self.add(LIVE, sample.trajectory)
-        source = self._named(LIVE)
-        number = self.rows.add_failed(source, sample.item, sample.sample, sample.ended)
-        self.errors[number] = sample.error
+            number = self.add(LIVE, sample.trajectory, failed=bool(sample.error))
+        else:
+            source = self._named(LIVE)
+            number = self.rows.add_failed(source, sample.item, sample.sample, sample.ended)
+        if sample.error:
+            self.errors[number] = sample.error
         return number
 
-    def add(self, name: str, record: Record) -> int:
+    def add(self, name: str, record: Record, *, failed: bool = False) -> int:
         """Add a trajectory to a source that is no file. Return the number of its row.
+
+        Args:
+            failed: whether the sample was not finished.
 
         Raises:
             OSError: the disk is full.
@@ -123,10 +128,10 @@ class Store:
         log.write(data)
         log.flush()
         # The buffers of a record of this process are not bytes.
-        return self.rows.add(source, offset, len(data), record_from(data))
+        return self.rows.add(source, offset, len(data), record_from(data), failed)
 
     def record(self, number: int) -> Record | None:
-        """Return a trajectory, or None if the sample has failed.
+        """Return a trajectory, or None if the sample has failed without a turn.
 
         Raises:
             UsageError: the file has changed.
@@ -135,7 +140,7 @@ class Store:
         if not 0 <= number < self.rows.count:
             raise IndexError(number)
         row = self.rows.values[number]
-        if row["failed"]:
+        if not row["bytes"]:
             return None
         source = int(row["source"])
         data = os.pread(self._files[source].fileno(), int(row["bytes"]), int(row["offset"]))
@@ -165,9 +170,9 @@ class Store:
     def text(self, number: int) -> str:
         """Return all text of a trajectory in lower case: its messages, metadata and tokens."""
         record = self.record(number)
+        parts = [self.errors.get(number, "")]
         if record is None:
-            return self.errors.get(number, "").lower()
-        parts = []
+            return parts[0].lower()
         for leaf in (*record.branches, record):
             # Without a tokenizer, only the messages can be searched.
             messages = msgspec.json.encode(leaf.messages or [], enc_hook=repr)
@@ -180,9 +185,11 @@ class Store:
 
     def preview(self, number: int, most: int = 160) -> str:
         """Return the first text that was sampled, or why the sample has failed."""
+        if number in self.errors:
+            return self.errors[number]
         record = self.record(number)
         if record is None:
-            return self.errors.get(number, "")
+            return ""
         if self.decode is not None:
             ids = np.frombuffer(record.response_ids, "<i4")[: most // 2]
             return self.decode(ids.tolist(), True)[:most]

@@ -114,7 +114,7 @@ class Watching:
         }
 
     async def _follow_ended(self) -> None:
-        number = 0
+        number: int | None = None
         while True:
             ended = await self.client.ended_samples(number)
             number = ended.next

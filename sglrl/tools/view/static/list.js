@@ -5,10 +5,10 @@ import { byId, get, make, number, versions } from "./api.js";
 const HEIGHT = 26;
 const PAGE = 100;
 const COLUMNS = [
-  ["item", "group"],
+  ["item", "item"],
   ["#", "sample"],
   ["reward", "reward"],
-  ["tokens", "tokens"],
+  ["sampled", "sampled"],
   ["turns", "turns"],
   ["version", "oldest"],
   ["text", "finish"],
@@ -129,7 +129,7 @@ export class List {
       make("span", {}, `${row.item ?? `g${row.group}`}`),
       make("span", {}, row.sample < 0 ? "" : `${row.sample}`),
       make("span", {}, row.failed ? "failed" : number(row.reward)),
-      make("span", {}, number(row.tokens)),
+      make("span", {}, number(row.sampled)),
       make("span", {}, number(row.turns)),
       make("span", {}, versions(row.oldest, row.newest)),
       make("span", {}, row.preview.trim().replaceAll("\n", " ")),
@@ -171,12 +171,15 @@ export class Running {
     this.onChoose = onChoose;
     this.elements = new Map();
     this.title = make("h2");
-    byId("running").append(this.title);
+    const titles = ["running", "#", "reward", "sampled", "turns", "state", "seconds"];
+    const head = make("div", { className: "row head" }, ...titles.map((title) => make("span", {}, title)));
+    byId("running").append(this.title, head);
   }
 
   show(samples, chosen) {
     const box = byId("running");
-    box.hidden = samples.length === 0;
+    // Once shown, the box keeps its place, so that a click into the list hits its row.
+    box.hidden &&= samples.length === 0;
     const shown = samples.toSorted((one, other) => one.started - other.started).slice(0, 200);
     const more = samples.length > shown.length ? `, the first ${shown.length} of them` : "";
     this.title.textContent = `${samples.length} running${more}`;

@@ -14,7 +14,7 @@ const host = {
   list: (filter) => list.search(filter),
   fork: (id) => {
     state.keep = true;
-    show({ live: id, tab: "tokens" });
+    show({ live: id, tab: "tokens", fork: true });
   },
   ended(pane, row, sample) {
     if (row !== null && row !== undefined) return replace(pane, { row, tab: pane.tab });

@@ -72,7 +72,7 @@ export class Sample {
     const item = row?.item ?? sample?.item;
     const number_ = row ? row.sample : sample?.sample;
     const forked = data?.metadata?.fork_of !== undefined;
-    const title = forked ? "fork" : item !== undefined && item !== null ? `item ${item}` : "session";
+    const title = forked || what.fork ? "fork" : item !== undefined && item !== null ? `item ${item}` : "session";
     const of = number_ !== undefined && number_ !== null && number_ >= 0 ? ` sample ${number_}` : "";
     this.title.textContent = title + of;
     if (what.live && !this.ended) {
@@ -80,15 +80,17 @@ export class Sample {
     }
     const parts = [];
     if (row) {
-      parts.push(`reward ${number(row.reward)}`, `${number(row.turns)} turns`, `${number(row.sampled)} sampled of ${number(row.prompt + row.tokens)} tokens`);
+      if (row.failed) parts.push("failed");
+      else parts.push(`reward ${number(row.reward)}${named(data)}`);
+      parts.push(counted(row.turns, "turn"), `${number(row.sampled)} sampled of ${number(row.prompt + row.tokens)} tokens`);
       parts.push(`version ${versions(row.oldest, row.newest)}`, `${number(row.seconds, 2)} s, ${number(row.engine, 2)} s of it in the engine`);
       if (row.finish) parts.push(`finish: ${row.finish}`);
       parts.push(row.source);
     } else if (sample) {
-      parts.push(`reward ${number(sample.reward)}`, `${number(sample.turns)} turns`, `${number(sample.tokens)} sampled tokens`);
+      parts.push(`reward ${number(sample.reward)}${named(data)}`, counted(sample.turns, "turn"), counted(sample.tokens, "sampled token"));
     }
+    parts.push(...metadata(data));
     this.facts.textContent = parts.join(" · ");
-    this.facts.title = JSON.stringify(data?.metadata ?? {}, null, 1);
     this.controls();
   }
 
@@ -138,8 +140,8 @@ export class Sample {
 
   async draw(from, whole) {
     this.inspect.hidden = this.tab !== "tokens" || this.tokens.picked === null;
-    if (this.data?.error) return this.fail(this.data.error);
     const leaf = this.shown;
+    if (!leaf && this.data?.error) return this.fail(this.data.error);
     if (!leaf) return this.body.replaceChildren(make("p", { className: "legend" }, "No token has been sampled yet."));
     if (this.tab === "tokens") {
       const end = this.body.scrollHeight - this.body.scrollTop - this.body.clientHeight < 40;
@@ -152,6 +154,8 @@ export class Sample {
     } else {
       this.body.replaceChildren(...conversation(leaf));
     }
+    // The error follows the turns that led to it.
+    if (this.data?.error && whole) this.body.append(make("p", { className: "error" }, this.data.error));
   }
 
   inspectToken(at) {
@@ -165,6 +169,28 @@ export class Sample {
     if (this.data?.leaves?.length) this.body.prepend(box);
     else this.body.replaceChildren(box);
   }
+}
+
+function counted(count, what) {
+  return `${number(count)} ${what}${count === 1 ? "" : "s"}`;
+}
+
+// The rewards of all turns by name, such as " (format 0.5, right 1)".
+function named(data) {
+  const sums = new Map();
+  for (const leaf of data?.leaves ?? []) {
+    for (const turn of leaf.turns) {
+      for (const { name, value } of turn.rewards) if (name) sums.set(name, (sums.get(name) ?? 0) + value);
+    }
+  }
+  return sums.size ? ` (${[...sums].map(([name, value]) => `${name} ${number(value)}`).join(", ")})` : "";
+}
+
+// What the agent has noted, except what the page shows elsewhere.
+function metadata(data) {
+  const elsewhere = ["item", "sample", "top_logprobs", "fork_of", "text", "sampling"];
+  const own = Object.entries(data?.metadata ?? {}).filter(([name]) => !elsewhere.includes(name));
+  return own.map(([name, value]) => `${name}: ${JSON.stringify(value).slice(0, 200)}`);
 }
 
 // The details of a sample after a change. Tokens before `from` are those of the earlier details.

@@ -1,8 +1,9 @@
-// When samples ran beside each other: engine, tools and waiting, with the weight updates.
+// When samples ran beside each other: in the engine, in their agent, or waiting, and the weight updates.
 
 import { get, make } from "./api.js";
 
 const COLOURS = { engine: "#3b82f6", tools: "#f59e0b", waiting: "#9ca3af" };
+const NAMES = { engine: "engine", tools: "agent and tools", waiting: "waiting for a worker" };
 const HEIGHT = 14;
 const LEFT = 84;
 const TOP = 26;
@@ -14,9 +15,9 @@ export async function timeline(row, onChoose) {
   for (const [name, colour] of Object.entries(COLOURS)) {
     const mark = make("span", {}, "■ ");
     mark.style.color = colour;
-    legend.append(mark, `${name}  `);
+    legend.append(mark, `${NAMES[name]}   `);
   }
-  legend.append(data.updates.length ? "│ weight updates. " : "", "The chosen sample is marked. Click another to show it.");
+  legend.append(data.updates.length ? "│ weight update" : "", ". The chosen sample is marked. Click another to show it.");
   const draw = () => paint(canvas, data, row);
   new ResizeObserver(draw).observe(canvas);
   canvas.addEventListener("click", (event) => {
