@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import logging
+import os
 import sys
 import threading
 import time
@@ -22,7 +23,7 @@ from importlib import import_module
 from typing import Any, Final, Literal
 
 from .config import __version__, traces_setup
-from .errors import UsageError
+from .errors import Closed, UsageError
 
 logger = logging.getLogger("sglrl.tracing")
 
@@ -72,6 +73,9 @@ def _found() -> Any:
 def _set_up(function: str) -> None:
     """Call the function "module:name" once."""
     module, _, name = function.partition(":")
+    # The path of the installed command does not contain the current folder.
+    if (folder := os.getcwd()) not in sys.path:
+        sys.path.insert(0, folder)
     try:
         getattr(import_module(module), name)()
     except Exception as error:
@@ -113,13 +117,13 @@ def end(span: Any, error: BaseException | None = None, *, at: float | None = Non
 
     Args:
         error: the exception with which the work of the span ended. A cancellation is an attribute
-            of the span, not an error.
+            of the span, not an error, and so is the end of a run or a pool (``Closed``).
         at: the time of the end on ``time.monotonic``. None: now.
     """
     if span is None or not span.is_recording():
         return
     try:
-        if isinstance(error, (asyncio.CancelledError, GeneratorExit)):
+        if isinstance(error, (asyncio.CancelledError, GeneratorExit, Closed)):
             span.set_attribute("sglrl.cancelled", True)
         elif error is not None:
             from opentelemetry.trace import StatusCode

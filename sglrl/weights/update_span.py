@@ -15,11 +15,12 @@ async def traced_update(update: Awaitable[UpdateReport]) -> UpdateReport:
     with tracing.span("update", {}) as span:
         report = await update
         if span is not None:
-            _describe(span, report)
+            _end(span, report)
     return report
 
 
-def _describe(span: Any, report: UpdateReport) -> None:
+def _end(span: Any, report: UpdateReport) -> None:
+    """End the span when the update ended. Its task may run later, while a trainer computes."""
     span.set_attributes(
         {
             "sglrl.version": report.version,
@@ -35,10 +36,11 @@ def _describe(span: Any, report: UpdateReport) -> None:
     if report.lora:
         span.set_attribute("sglrl.lora", report.lora)
     # The phases follow each other, and the last one ends with the update.
-    end = time.monotonic() - (time.time() - report.ended if report.ended else 0.0)
+    ended = end = time.monotonic() - (time.time() - report.ended if report.ended else 0.0)
     for phase in ("commit", "stage", "prepare", "join"):
         begin = end - getattr(report, f"{phase}_ms") / 1e3
         if begin < end:
             made = tracing.start(f"update.{phase}", {}, parent=tracing.under(span), at=begin)
             tracing.end(made, at=end)
         end = begin
+    tracing.end(span, at=ended)

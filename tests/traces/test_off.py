@@ -36,6 +36,15 @@ def test_tracing_needs_a_provider(case: str, wanted: list[str]) -> None:
     assert done.stdout.split() == wanted
 
 
+def test_the_function_may_be_in_the_current_folder(tmp_path: Path) -> None:
+    (tmp_path / "my_traces.py").write_text('def configure():\n    print("configured")\n')
+    # As with an installed command, the path does not contain the current folder.
+    program = [sys.executable, "-P", "-c", "import sglrl.tracing as t; t.look_up()"]
+    env = {**os.environ, "SGLRL_TRACES": "my_traces:configure"}
+    done = subprocess.run(program, capture_output=True, text=True, cwd=tmp_path, env=env)
+    assert (done.stdout, done.stderr) == ("configured\n", "")
+
+
 @pytest.mark.parametrize("function", ["no_module:f", "os:no_function", "os", "builtins:repr"])
 async def test_a_wrong_function_that_sets_the_provider(
     function: str, monkeypatch: pytest.MonkeyPatch

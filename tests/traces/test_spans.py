@@ -276,9 +276,13 @@ async def test_cancelled_and_late_calls(spans: InMemorySpanExporter) -> None:
         async for _ in stream:
             break
         await stream.aclose()
-    assert tree(spans.get_finished_spans()) == [CALL] * 3
-    cancelled, late, left = named(spans, "call")
-    for span in (cancelled, left):
+        ended = asyncio.create_task(generate())
+        await until_running(client, 1)
+    with pytest.raises(sglrl.errors.Closed):
+        await ended
+    assert tree(spans.get_finished_spans()) == [CALL] * 4
+    cancelled, late, left, closed = named(spans, "call")
+    for span in (cancelled, left, closed):
         assert (span.attributes or {})["sglrl.cancelled"] is True
         assert span.status.status_code is StatusCode.UNSET
     assert (late.attributes or {})["error.type"] == "DeadlineExceeded"
