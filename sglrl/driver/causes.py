@@ -47,6 +47,8 @@ _NOISE: Final = re.compile(
     r"Extension modules: "
 )
 """Begins the lines that torch and faulthandler print after every error."""
+_WARNING: Final = re.compile(r"^\S+:\d+: \w*Warning: .*\n?(?:  .*\n?)?", re.MULTILINE)
+"""A warning of Python, with the line of code that it shows."""
 
 
 class Cause(msgspec.Struct, frozen=True):
@@ -175,11 +177,13 @@ def _crash_frames(output: str) -> list[str]:
 def last_lines(status: int, output: str, most: int) -> list[str]:
     """Return the lines of an output that matter most after a death, at most ``most``.
 
-    These are the last lines, without blank lines, progress bars and the advice that torch adds to
-    every error. After a crash, they are the latest calls of the thread that crashed.
+    These are the last lines, without blank lines, progress bars, Python's warnings and the advice
+    that torch adds to every error. After a crash, they are the latest calls of the thread that
+    crashed.
     """
     frames = _crash_frames(output) if -status in _CRASHES else []
     if frames:
         return frames[:most]
+    output = _WARNING.sub("", output)
     lines = (_BAR.sub("", line).rstrip() for line in output.splitlines())
     return [line[:_MAX_LENGTH] for line in lines if line.strip() and not _NOISE.match(line)][-most:]

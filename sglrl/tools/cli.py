@@ -149,7 +149,9 @@ def demo(
     ] = Path("demo/reward.png"),
     trajectories: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="File to save all trajectories in, for sglrl view."),
+        typer.Option(
+            metavar="FILE", help="File to save the trajectories of the training in, for sglrl view."
+        ),
     ] = None,
     json: Json = None,
 ) -> None:

@@ -227,6 +227,14 @@ def test_lines_that_matter() -> None:
     ]
     assert last_lines(-9, "a\nb\nc\n", 2) == ["b", "c"]
     assert last_lines(-9, "x" * 1000, 2) == ["x" * 300]
+    warned = (
+        "loading\n"
+        "/lib/multiprocessing/resource_tracker.py:254: UserWarning: there appear to be 1 leaked\n"
+        "  warnings.warn('there appear to be %d leaked'\n"
+        "ready\n"
+        "/lib/torch/common.py:9: DeprecationWarning: old\n"
+    )
+    assert last_lines(-9, warned, 5) == ["loading", "ready"]
 
 
 def grouped() -> None:

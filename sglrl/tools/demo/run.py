@@ -48,7 +48,8 @@ class DemoSettings(msgspec.Struct, frozen=True, kw_only=True):
         max_staleness: maximum age of a token, in policy versions. 0 trains synchronously.
         goal_within: time limit for the goal, in seconds from the start of the command.
         compare: whether to time some steps with and some without rollouts that run ahead.
-        trajectories: the file to save all trajectories in. None: they are not saved.
+        trajectories: the file to save the trajectories of the training in. None: they are not
+            saved.
     """
 
     tasks: tuple[str, ...] = TASKS
@@ -125,13 +126,13 @@ class _Demo:
                     lambda step: self._on_step(step, advance),
                 )
             learnt = time.perf_counter()
-            comparison = await self.compare() if settings.compare else None
-            logprobs = await asyncio.to_thread(self.check)
             if (file := settings.trajectories) is not None:
                 file.parent.mkdir(parents=True, exist_ok=True)
                 await asyncio.to_thread(save, file, self.groups)
                 look = f"sglrl view {file} --tokenizer {folder}"
                 self.console.print(f"trajectories: {look}", highlight=False, soft_wrap=True)
+            comparison = await self.compare() if settings.compare else None
+            logprobs = await asyncio.to_thread(self.check)
             return judge(
                 Report(
                     sglrl_version=__version__,
