@@ -124,8 +124,6 @@ class HostLauncher:
                 # worker may have the place.
                 del self._places[index]
         missing = [index for index in launch_specs if index not in self._places]
-        if missing and device == "cpu" and len(launch_specs[missing[0]].bodies) > 1:
-            raise NotEnoughDevices("tp_size > 1 needs GPUs, and no host offers any")
         if missing:
             gpus = len(launch_specs[missing[0]].bodies) if device == "cuda" else 0
             while (places := self._hosts.placement.take(len(missing), gpus)) is None:
@@ -174,7 +172,7 @@ class HostLauncher:
                 body,
                 device="cuda" if place.gpus else "cpu",
                 threads=max(1, (offer.cores - 1) // (here * body.tp_size)),
-                memory_share=1 / here,
+                memory_share=1 / (here * body.tp_size),
             )
         elif body.code:
             self._check_python(place.host)

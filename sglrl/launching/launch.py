@@ -106,8 +106,9 @@ def launch(
             and "smollm2" is SmolLM2-135M-Instruct, with the extra ``smollm2``. Neither needs a hub:
             this machine makes the model once and keeps it in ``$SGLRL_CACHE``.
         replicas: number of independent copies of the model. Calls are routed among them.
-        tp_size: number of GPUs that share one copy. Replica i runs on ``tp_size`` visible GPUs,
-            from index ``i * tp_size`` on.
+        tp_size: number of ranks that share one copy, as processes. Each rank has a GPU: replica i
+            runs on ``tp_size`` visible GPUs, from index ``i * tp_size`` on. On a CPU, the ranks
+            share its cores, which is slower than one rank.
         dtype: "float32", "bfloat16" or "float16", a short name ("fp32", "bf16", "fp16"), or a torch
             dtype. "auto" uses the dtype of the saved model.
         device: "cuda" or "cpu". "auto" is "cuda" if a GPU is visible, else "cpu". Serving workers
@@ -423,7 +424,7 @@ def _launch_spec(
             gpu_id=rank,
             rendezvous="",
             threads=threads,
-            memory_share=1 / replicas,
+            memory_share=1 / (replicas * tp_size),
             window=window or (2 * int(args.get("max_running_requests", 512)) if fake else 0),
             accelerations=accelerations,
             allow_unknown_sglang=allow_unknown_sglang,
@@ -458,11 +459,6 @@ def _place(
             raise UsageError("gpus= is for workers on GPUs, and device is 'cpu'")
         usable = _usable(gpus)
     if device == "cpu" or (device == "auto" and not usable):
-        if tp_size > 1:
-            raise NotEnoughDevices(
-                f"tp_size={tp_size} needs {tp_size} GPUs for each replica; on a CPU, SGLang's "
-                "published wheels run a model in one process: use tp_size=1"
-            )
         return [None] * replicas
     needed = replicas * tp_size
     if len(usable) < needed:

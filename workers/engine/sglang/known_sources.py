@@ -16,6 +16,11 @@ KNOWN: Final[dict[str, dict[str, str]]] = {
         "81fb7f0147c62f5c": "0.5.17",
         "13e33bd5819e63c9": "0.5.18 to 0.5.23",
     },
+    "sglang.srt.distributed.parallel_state:init_model_parallel_group": {
+        "7693f403fc583f0d": "0.5.17 to 0.5.20",
+        "0228ded50d198d37": "0.5.21 to 0.5.22",
+        "cf0355669ac6af65": "0.5.23",
+    },
     "sglang.srt.layers.attention.attention_registry:ATTENTION_BACKENDS": {
         "776476858af0d387": "0.5.17 to 0.5.23",
     },
@@ -440,6 +445,11 @@ KNOWN: Final[dict[str, dict[str, str]]] = {
     },
     "sglang.srt.utils.common:parse_lscpu_topology": {
         "6990bca3a48cf0e0": "0.5.17 to 0.5.23",
+    },
+    "sglang.srt.utils.numa_utils:init_threads_binding": {
+        "65ce8574b7efee2a": "0.5.17 to 0.5.18",
+        "90027a95f128629b": "0.5.19",
+        "907397afc037cbed": "0.5.20 to 0.5.23",
     },
 }
 """By definition: digests, each with the versions that have this source.

@@ -38,6 +38,14 @@ PATCHES: Final = (
         ),
     ),
     Patch(
+        name="cpu_ranks",
+        why="SGLang requires NCCL and a NUMA node for each rank of an engine on a CPU",
+        module="patches.cpu_ranks",
+        device="cpu",
+        wraps=("sglang.srt.distributed.parallel_state:init_model_parallel_group",),
+        reads=("sglang.srt.utils.numa_utils:init_threads_binding",),
+    ),
+    Patch(
         name="cpu_lora",
         why="SGLang's adapters allocate pinned memory on a CPU, which needs a CUDA driver",
         module="patches.cpu_lora",
