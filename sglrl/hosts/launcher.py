@@ -19,7 +19,7 @@ from ..driver.environment import environment
 from ..driver.launcher import RANKS, LaunchSpec
 from ..driver.temporary_folders import make_folder, remove_folder
 from ..driver.worker_info import HostInfo
-from ..errors import NotEnoughDevices, UsageError, WorkerStartError
+from ..errors import UsageError, WorkerStartError
 from ..transport.system_limits import no_file
 from ..wire.codec import encode
 from ..wire.nodes import FromNode, FromPool, OpenPool, Output, PoolOpened, ToPool

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from ..errors import ModelError, SglrlError
+from ..errors import ModelError, SglrlError, WeightUpdateError
 from ..wire.weights import PeerCopyOffer, ReceivePeerCopy, SendPeerCopy
 from .deadline import Deadline
 from .kept import Kept
@@ -146,41 +146,44 @@ class CatchUp:
             Always True, as required for a ``Copy``.
 
         Raises:
-            SglrlError: a rank failed. The weights of the receiving worker then have no version.
+            SglrlError: a rank failed, so the copies of all ranks have stopped. The weights of the
+                receiving worker then have no version.
         """
         by_rank = {sender.member[1]: sender for sender in senders}
-        # Wait for every rank, because a late write must not mix with the next attempt.
-        ends = await asyncio.gather(
-            *(
-                self._copy_rank(receiver, by_rank[receiver.member[1]], version, deadline)
-                for receiver in receivers
-            ),
-            return_exceptions=True,
-        )
-        failed = [end for end in ends if end is not None]
-        # First raise errors that are not of sglrl, because they are defects.
-        for end in sorted(failed, key=lambda end: isinstance(end, SglrlError)):
-            raise end
-        return True
+        copy_id = self._questions.new_id()
+        failures: list[BaseException] = []
 
-    async def _copy_rank(
-        self, receiver: Rank, sender: Rank, version: int, deadline: Deadline
-    ) -> None:
-        """Copy the weights of one rank to another rank. If one of them fails, both stop."""
-        try:
-            offer = await self._questions.ask(
-                sender, lambda id_: SendPeerCopy(id_, deadline.left), _offer, deadline, receiver
-            )
-            await self._questions.ask(
-                receiver,
-                lambda id_: ReceivePeerCopy(id_, version, offer, deadline.left),
-                _received,
-                deadline,
-                sender,
-            )
-        except BaseException:
-            self._questions.cancel_copies(sender, receiver)
-            raise
+        async def copy(receiver: Rank) -> None:
+            sender = by_rank[receiver.member[1]]
+            try:
+                offer = await self._questions.ask(
+                    sender, lambda id_: SendPeerCopy(id_, deadline.left), _offer, deadline, receiver
+                )
+                if failures:
+                    raise WeightUpdateError("another rank could not copy its weights")
+                await self._questions.ask(
+                    receiver,
+                    lambda id_: ReceivePeerCopy(id_, version, offer, deadline.left),
+                    _received,
+                    deadline,
+                    sender,
+                    id_=copy_id,
+                )
+            except BaseException as error:
+                self._questions.cancel_copies(sender, receiver)
+                if not failures:
+                    # The other ranks may wait for this rank's engine.
+                    self._questions.cancel_copies(*(r for r in receivers if r is not receiver))
+                failures.append(error)
+                raise
+
+        # Wait for every rank, because a late write must not mix with the next attempt.
+        await asyncio.gather(*map(copy, receivers), return_exceptions=True)
+        # First raise errors that are not of sglrl, because they are defects. Then raise the first
+        # failure, because it may have caused the others.
+        for error in sorted(failures, key=lambda error: isinstance(error, SglrlError)):
+            raise error
+        return True
 
 
 def _is_there(request: UpdateRequest, version: int) -> bool:

@@ -164,6 +164,9 @@ class Kept:
         if not all(restored):
             # The host's fork server has exited, and its memory was freed.
             self._forget(self._host(receivers[0].worker))
+            if any(restored):
+                # The hold of the other ranks also stops the engines of these ranks.
+                self._questions.cancel_copies(*receivers)
         return all(restored)
 
     async def _ask(
@@ -174,8 +177,9 @@ class Kept:
         deadline: Deadline,
     ) -> list[T]:
         """Send a question to all ranks, and return the answers. If one rank fails, all stop."""
+        id_ = self._questions.new_id()
         asked = [
-            asyncio.ensure_future(self._questions.ask(rank, make, decoder, deadline))
+            asyncio.ensure_future(self._questions.ask(rank, make, decoder, deadline, id_=id_))
             for rank in ranks
         ]
         try:

@@ -51,7 +51,8 @@ class Questions:
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._open: dict[int, _Question] = {}
+        self._open: dict[tuple[Rank, int], _Question] = {}
+        """The open questions, by the rank that must answer and the id of the message."""
 
     def __len__(self) -> int:
         return len(self._open)
@@ -99,6 +100,7 @@ class Questions:
         decoder: msgspec.msgpack.Decoder[T],
         deadline: Deadline,
         other: Rank | None = None,
+        id_: int = 0,
     ) -> T:
         """Send a message to ``rank`` and return the body of the answer.
 
@@ -106,6 +108,7 @@ class Questions:
             make: returns the message for a given id.
             decoder: decodes the body of the answer.
             other: the rank that needs the answer, or None.
+            id_: the id of the message, if several ranks get messages with one id. See ``new_id``.
 
         Raises:
             WorkerLost: ``rank`` or ``other`` is lost before the answer arrives.
@@ -115,9 +118,9 @@ class Questions:
         needs = (rank,) if other is None else (rank, other)
         for needed in needs:
             needed.check()
-        id_ = self._ranks.new_id()
+        id_ = id_ or self.new_id()
         question = _Question(asyncio.get_running_loop().create_future(), needs)
-        self._open[id_] = question
+        self._open[rank, id_] = question
         try:
             self._ranks.send(rank, make(id_))
             async with deadline.limit():
@@ -127,10 +130,18 @@ class Questions:
                 f"worker {rank.worker} did not answer within {deadline}"
             ) from None
         finally:
-            del self._open[id_]
+            del self._open[rank, id_]
         if answer.error is not None:
             raise error_of(answer.error)
         return body_of(decoder, answer)
+
+    def new_id(self) -> int:
+        """Return an id for the messages that request one copy from all ranks of a worker.
+
+        A copy holds the engine. Rank 0 broadcasts the id of its hold to the other ranks, so all
+        ranks of a worker must use the same id.
+        """
+        return self._ranks.new_id()
 
     def cancel_copies(self, *ranks: Rank) -> None:
         """Stop the copies of weights that these ranks send or receive."""
@@ -139,16 +150,19 @@ class Questions:
 
     def answered(self, rank: Rank, answer: RankAnswer) -> bool:
         """Handle an answer of a rank. Return False if the answer belongs to no open question."""
-        question = self._open.get(answer.id)
-        if question is None or question.needs[0] is not rank:
+        question = self._open.get((rank, answer.id))
+        if question is None:
             return False
         if not question.answer.done():
             question.answer.set_result(answer)
         return True
 
     def is_late(self, id_: int) -> bool:
-        """Return True if a past message had this id, and no open question has it."""
-        return 0 < id_ <= self._ranks.last_id and id_ not in self._open
+        """Return True if a message of the past had this id.
+
+        The caller has checked that ``answered`` returns False and that no update has this id.
+        """
+        return 0 < id_ <= self._ranks.last_id
 
     def lost(self, ranks: Iterable[Rank]) -> None:
         """Fail every question that needs one of these lost ranks."""

@@ -17,12 +17,13 @@ import numpy as np
 import pytest
 import pytest_asyncio
 import torch
-from engine.policies import NORM, PROMPTS, TOLERANCE, Lab, Policies, on_phase, until_running
 from processes import strike
 from weights.adapters import PROMPT, check, make_adapter
 
 import sglrl
 from sglrl.core.weight_update import COMMIT, STAGE
+
+from .policies import NORM, PROMPTS, TOLERANCE, Lab, Policies, on_phase, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -42,6 +43,7 @@ async def lab(request: pytest.FixtureRequest, models: Path) -> AsyncIterator[Lab
         policies[0].folder,
         device="cpu",
         restarts=100,
+        hang_timeout=15,
         enable_memory_saver=True,
         **LAYOUTS[request.param],
     ) as client:
@@ -249,9 +251,10 @@ async def test_adapters(layout: str, models: Path) -> None:
         wanted = {"max_new_tokens": 12, "logprobs": True, "ignore_eos": True}
         check(await client.generate(input_ids=PROMPT, lora="a", **wanted), first.model)
         running = client.stream(input_ids=PROMPT, lora="a", **LONG)
-        await anext(running)
+        chunks = aiter(running)
+        await anext(chunks)
         await client.update_weights(second.tensors, lora="a", config=second.config)
-        async for _ in running:
+        async for _ in chunks:
             pass
         assert len(running.completion.versions) >= 1
         check(await client.generate(input_ids=PROMPT, lora="a", **wanted), second.model)

@@ -28,6 +28,7 @@ class Rank:
 
     Attributes:
         committed: the error of each update, "" when the update is live.
+        retracted: how often running requests were retracted.
     """
 
     def __init__(self) -> None:
@@ -36,6 +37,7 @@ class Rank:
         self.live = torch.full((4,), OLD)
         self.commands: list[WeightCommand] = []
         self.committed: dict[int, str] = {}
+        self.retracted = 0
         self.scheduler: Any = SimpleNamespace(
             sglrl_adapter=SimpleNamespace(
                 draining=SimpleNamespace(
@@ -47,6 +49,7 @@ class Rank:
             sglrl_weight_changes=1,
             sglrl_new_keys=lambda: None,
             sglrl_filled=lambda: None,
+            sglrl_retract=self._retract,
         )
         self.engine = SglangWeights(self.scheduler, torch.device("cpu"))
         self.engine.channel = SimpleNamespace(committed=self._committed)  # type: ignore[assignment]
@@ -57,6 +60,9 @@ class Rank:
 
     def stage(self, update: int) -> None:
         self.engine.staged(update, [(self.live, torch.full((4,), NEW))])
+
+    def _retract(self) -> None:
+        self.retracted += 1
 
     def execute(self) -> None:
         """Execute the only pending command in a scheduler thread."""
@@ -150,8 +156,30 @@ def held_for_which() -> dict[str, bool]:
     return found
 
 
+def cancelled() -> dict[str, Any]:
+    """Cancel an update before the scheduler executes its hold, which every rank has received."""
+    rank = Rank()
+    rank.engine.hold(UPDATE, "retract")
+    found: list[bool] = []
+    waits = threading.Thread(
+        target=lambda: found.append(rank.engine.held(UPDATE, SECONDS)), daemon=True
+    )
+    waits.start()
+    rank.engine.release(UPDATE, None)
+    waits.join(SECONDS / 2)
+    rank.execute()
+    rank.finish()
+    return {"held": found, "retracted": rank.retracted, "state": rank.state}
+
+
 def main() -> None:
-    for scenario in (copy_ends_after_staging, drained, drained_without_its_weights, held_for_which):
+    for scenario in (
+        copy_ends_after_staging,
+        drained,
+        drained_without_its_weights,
+        held_for_which,
+        cancelled,
+    ):
         FOUND[scenario.__name__] = scenario()
     print(json.dumps(FOUND))
 

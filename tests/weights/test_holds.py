@@ -45,3 +45,8 @@ def test_the_hold_of_one_update_is_not_that_of_another(found: Any) -> None:
         "next, when an older one is released": True,
         "version is that of next": True,
     }
+
+
+def test_a_cancelled_update_ends_the_wait_and_still_retracts(found: Any) -> None:
+    """Another rank may execute its hold before the cancellation, and retracts the same requests."""
+    assert found["cancelled"] == {"held": [False], "retracted": 1, "state": [OLD, 1]}

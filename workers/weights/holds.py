@@ -71,7 +71,7 @@ class Holds:
             hold = self._current
             if hold.update != update or update <= self._over:
                 return False
-        return hold.held.wait(timeout)
+        return hold.held.wait(timeout) and not hold.released.is_set()
 
     def release(self, update: int, version: int | None, *, staged: bool = False) -> float:
         with self._lock:
@@ -83,4 +83,6 @@ class Holds:
             hold.version = version
             hold.staged = update if staged else None
             hold.released.set()
-        return (time.perf_counter() - hold.begun) * 1e3 if hold.held.is_set() else 0.0
+            # End the wait of ``held``, because the engine will not be held any more.
+            hold.held.set()
+        return (time.perf_counter() - hold.begun) * 1e3 if hold.begun else 0.0

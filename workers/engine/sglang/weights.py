@@ -86,11 +86,13 @@ class SglangWeights:
 
     def execute(self, command: WeightCommand) -> None:
         """Execute a command between two steps."""
+        if command.inflight == "retract":
+            # SGLang then computes the KV of these requests again, with the new weights. Retract
+            # even if this rank has already released the hold: the other ranks may not have
+            # released it yet, and all ranks must run the same batches.
+            self._scheduler.sglrl_retract()
         if self.given_up(command):
             return
-        if command.inflight == "retract":
-            # SGLang then computes the KV of these requests again, with the new weights.
-            self._scheduler.sglrl_retract()
         if command.hold:
             self._hold(command)
         else:
