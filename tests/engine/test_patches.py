@@ -56,7 +56,9 @@ def test_all_code_that_we_replace_is_declared(qwen: Path, lora: bool) -> None:
     declared = {
         target
         for patch in PATCHES
-        if patch.device != "cuda" and patch.argument in ("", "enable_lora" if lora else "")
+        if patch.device != "cuda"
+        and patch.argument in ("", "enable_lora" if lora else "")
+        and not patch.several_ranks
         for target in patch.wraps
     }
     # These are not functions: a flag, a number, a table, a module.
@@ -103,10 +105,14 @@ def test_the_environment_selects_accelerations(monkeypatch: pytest.MonkeyPatch) 
 
 def test_selected_accelerations() -> None:
     corrections = {patch.name for patch in PATCHES if not (patch.acceleration or patch.argument)}
-    corrections -= {"cpu_kernels"}
+    corrections -= {"cpu_kernels", "cpu_ranks"}
     assert used(setup(accelerations=())) == corrections
     assert used(setup(accelerations=("queries",))) == corrections | {"queries"}
     assert "cpu_attention" not in used(setup())
+    several = SimpleNamespace(**{**vars(ARGUMENTS), "tp_size": 2})
+    alone, ranks = (used(setup("cpu", server_args=args)) for args in (ARGUMENTS, several))
+    assert ranks - alone == {"cpu_ranks"}
+    assert alone - ranks == {patch.name for patch in PATCHES if patch.single_rank}
     assert "gpu_sampling" not in used(setup("cpu"))
 
 

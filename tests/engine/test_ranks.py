@@ -23,6 +23,7 @@ from weights.adapters import PROMPT, check, make_adapter
 import sglrl
 from sglrl.core.weight_update import COMMIT, STAGE
 
+from . import test_routed_experts as experts
 from .policies import NORM, PROMPTS, TOLERANCE, Lab, Policies, on_phase, until_running
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -235,6 +236,30 @@ async def test_random_sequences(lab: Lab) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+async def test_a_replacement_copies_from_a_peer(layout: str, models: Path) -> None:
+    """Each rank copies the weights of the same rank of the other worker."""
+    policies = Policies(models / "ranks")
+    async with sglrl.launch(
+        policies[0].folder,
+        device="cpu",
+        replicas=2,
+        restarts=100,
+        keep_weights=None,
+        **LAYOUTS[layout],
+    ) as client:
+        lab = Lab(client, policies)
+        for victim in (0, 1, 0):
+            await lab.other()
+            tasks = begin(client)
+            os.kill(client.workers[victim].pid, signal.SIGKILL)
+            for task in tasks:
+                lab.check_history(await task)
+            async with asyncio.timeout(100):
+                await client.wait_until_full()
+            await lab.check()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
 async def test_adapters(layout: str, models: Path) -> None:
     base = Policies(models / "ranks")[0]
     first = make_adapter(base, models / f"ranks-{layout}-a", 1)
@@ -258,3 +283,33 @@ async def test_adapters(layout: str, models: Path) -> None:
             pass
         assert len(running.completion.versions) >= 1
         check(await client.generate(input_ids=PROMPT, lora="a", **wanted), second.model)
+
+
+@pytest.mark.parametrize("options", [{}, {"ep_size": 2}], ids=["tp", "ep"])
+async def test_a_mixture_of_experts(options: dict[str, Any], tmp_path: Path) -> None:
+    """Rank 0 returns the routed experts, although it may have only half of the experts."""
+    folders = [experts.make(tmp_path / str(seed), seed) for seed in range(2)]
+    routers = [experts.Router(folder) for folder in folders]
+    async with sglrl.launch(
+        folders[0],
+        device="cpu",
+        tp_size=2,
+        enable_return_routed_experts=True,
+        chunked_prefill_size=32,
+        **options,
+    ) as client:
+        for router in routers:
+            if router is not routers[0]:
+                await client.update_weights(router.model)
+            assert await client.verify_weights(router.model) == []
+            made = await client.generate(
+                input_ids=experts.PROMPTS, max_new_tokens=20, logprobs=True, **experts.WANTED
+            )
+            for prompt, one in zip(experts.PROMPTS, made, strict=True):
+                ids = experts.whole(prompt, one)
+                experts.same(one.routed_experts, router.rows(ids)[:-1])
+                with torch.inference_mode():
+                    logits = router.model(torch.from_numpy(ids)[None].long()).logits[0]
+                rows = torch.log_softmax(logits, dim=-1).numpy()[len(prompt) - 1 : -1]
+                chosen = rows[np.arange(len(one.output_ids)), one.output_ids]
+                np.testing.assert_allclose(one.logprobs, chosen, atol=TOLERANCE, rtol=0)

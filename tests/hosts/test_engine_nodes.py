@@ -76,7 +76,7 @@ async def test_workers_on_another_host(
                     await client.wait_until_full()
                     await lab.check(PROMPTS[:2], 4)
             # The node makes this model in its own cache.
-            async with sglrl.launch("tiny", hosts=hosts, device="cpu") as client:
+            async with sglrl.launch("tiny", hosts=hosts, device="cpu", tp_size=2) as client:
                 made = await client.generate("2 + 2 =", max_new_tokens=8, logprobs=True)
                 assert client.info.model == str(tmp_path / Path(client.model).name)
             expected = Reference(Path(client.model)).logprobs_of(made.prompt_ids, made.output_ids)

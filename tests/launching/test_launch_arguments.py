@@ -139,8 +139,8 @@ async def test_the_fake_engine_has_no_logit_processors(monkeypatch: pytest.Monke
 
 
 def test_tensor_parallel_size_is_tp_size(model: Path) -> None:
-    with pytest.raises(sglrl.NotEnoughDevices, match=r"tp_size=2 needs 2 GPUs.*use tp_size=1"):
-        sglrl.launch(model, device="cpu", tensor_parallel_size=2)
+    with pytest.raises(sglrl.UsageError, match="ep_size=3 is more than tp_size=2"):
+        sglrl.launch(model, device="cpu", tensor_parallel_size=2, ep_size=3)
     with pytest.raises(sglrl.UsageError, match="are the same: give one of them"):
         sglrl.launch(model, device="cpu", tensor_parallel_size=2, tp_size=2)
     with pytest.raises(sglrl.UsageError, match="tp_size must be"):

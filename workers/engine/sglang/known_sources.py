@@ -43,6 +43,19 @@ KNOWN: Final[dict[str, dict[str, str]]] = {
     "sglang.srt.layers.logprob_processor:OutputLogprobProcessor.compute_logprobs": {
         "4ec49f40acc4858b": "0.5.17 to 0.5.23",
     },
+    "sglang.srt.layers.moe.fused_moe_native:moe_forward_native": {
+        "e94e6fac5846d0a0": "0.5.17 to 0.5.19",
+        "53b7e13072dbf344": "0.5.20 to 0.5.23",
+    },
+    "sglang.srt.layers.moe.token_dispatcher.standard:StandardDispatcher.dispatch": {
+        "775ab65a64ac2424": "0.5.17 to 0.5.19",
+        "df5e766edd5c8d1f": "0.5.20",
+        "0feeaea0b6ff69b0": "0.5.21 to 0.5.22",
+        "bed3b6e6d436d742": "0.5.23",
+    },
+    "sglang.srt.layers.moe.token_dispatcher.standard:get_device": {
+        "b4a511fbfa36e112": "0.5.17 to 0.5.23",
+    },
     "sglang.srt.layers.rotary_embedding.base:_is_cpu": {
         "4c2ddd089566c2ad": "0.5.17 to 0.5.23",
     },

@@ -42,6 +42,7 @@ class Patch:
         exact: whether the patch keeps the kernels and the rounding of SGLang's results.
         device: "cpu" or "cuda" if the patch is for this device only.
         single_rank: whether the patch is for ``tp_size=1`` only.
+        several_ranks: whether the patch is for ``tp_size > 1`` only.
         argument: an argument of SGLang. The patch is installed only if the argument is set.
     """
 
@@ -55,6 +56,7 @@ class Patch:
     exact: bool = True
     device: str = ""
     single_rank: bool = False
+    several_ranks: bool = False
     argument: str = ""
 
     def unknown(self, folder: Path) -> str:
@@ -104,6 +106,8 @@ class Setup:
             return f"only for {patch.device}"
         if patch.single_rank and self.server_args.tp_size > 1:
             return "only for tp_size=1"
+        if patch.several_ranks and self.server_args.tp_size == 1:
+            return "only for tp_size > 1"
         if patch.argument and not getattr(self.server_args, patch.argument):
             return f"only with {patch.argument}"
         if not patch.acceleration:

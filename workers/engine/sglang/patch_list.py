@@ -19,6 +19,7 @@ _FORWARD_BATCH: Final = "sglang.srt.model_executor.forward_batch_info:ForwardBat
 _CACHE: Final = "sglang.srt.mem_cache"
 _LORA: Final = "sglang.srt.lora"
 _CAPTURE: Final = "sglang.srt.state_capturer"
+_DISPATCH: Final = "sglang.srt.layers.moe.token_dispatcher.standard"
 _GRAMMAR: Final = "sglang.srt.constrained.xgrammar_backend"
 
 PATCHES: Final = (
@@ -39,11 +40,19 @@ PATCHES: Final = (
     ),
     Patch(
         name="cpu_ranks",
-        why="SGLang requires NCCL and a NUMA node for each rank of an engine on a CPU",
+        why="SGLang requires NCCL, a NUMA node and an accelerator for each rank of an engine",
         module="patches.cpu_ranks",
         device="cpu",
-        wraps=("sglang.srt.distributed.parallel_state:init_model_parallel_group",),
-        reads=("sglang.srt.utils.numa_utils:init_threads_binding",),
+        several_ranks=True,
+        wraps=(
+            "sglang.srt.distributed.parallel_state:init_model_parallel_group",
+            f"{_DISPATCH}:get_device",
+            "sglang.srt.layers.moe.fused_moe_native:moe_forward_native",
+        ),
+        reads=(
+            f"{_DISPATCH}:StandardDispatcher.dispatch",
+            "sglang.srt.utils.numa_utils:init_threads_binding",
+        ),
     ),
     Patch(
         name="cpu_lora",
