@@ -44,7 +44,7 @@ async def lab(request: pytest.FixtureRequest, models: Path) -> AsyncIterator[Lab
         policies[0].folder,
         device="cpu",
         restarts=100,
-        hang_timeout=15,
+        hang_timeout=30,
         enable_memory_saver=True,
         **LAYOUTS[request.param],
     ) as client:
