@@ -135,15 +135,15 @@ async def test_nobody_has_them(lab: Lab, caplog: pytest.LogCaptureFixture) -> No
 
 async def test_the_sender_is_lost_too(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     await lab.other()
-    copy_rank = CatchUp._copy_rank
+    copy_worker = CatchUp._copy_worker
 
     async def observed(
-        catch_up: CatchUp, receiver: Any, sender: Any, version: int, deadline: Any
-    ) -> None:
-        strike(lab.client, sender.worker)
-        await copy_rank(catch_up, receiver, sender, version, deadline)
+        catch_up: CatchUp, receivers: Any, senders: Any, version: int, deadline: Any
+    ) -> bool:
+        strike(lab.client, senders[0].worker)
+        return await copy_worker(catch_up, receivers, senders, version, deadline)
 
-    monkeypatch.setattr(CatchUp, "_copy_rank", observed)
+    monkeypatch.setattr(CatchUp, "_copy_worker", observed)
     await kill(lab.client, 0)
     await until(lab.client, "stale", "stale")
     monkeypatch.undo()
