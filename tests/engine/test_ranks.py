@@ -193,9 +193,15 @@ async def test_a_rank_hangs(lab: Lab) -> None:
     client = lab.client
     tasks = begin(client)
     await until_running(client, 4)
+    # A worker may take longer while it prefills. This request begins after the others.
+    chunks = aiter(client.stream(input_ids=PROMPTS[0], **LONG))
+    for _ in range(3):
+        await anext(chunks)
     strike(list(ranks(client).values())[-1], signal.SIGSTOP)
     for task in tasks:
         lab.check_history(await task)
+    async for _ in chunks:
+        pass
     await until_ready(client)
     await lab.check()
 
