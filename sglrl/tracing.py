@@ -208,7 +208,7 @@ def under(span: Any) -> Any:
 
 
 def headers(of: Any = None) -> dict[str, str]:
-    """Return ``traceparent`` and ``tracestate`` of W3C. Empty if there is no current span.
+    """Return the W3C headers ``traceparent`` and ``tracestate``, or {} without a current span.
 
     Args:
         of: a span, in place of the current one.

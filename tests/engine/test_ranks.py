@@ -220,9 +220,9 @@ async def test_random_sequences(lab: Lab) -> None:
                 mode = choose.choice(("full", "bucketed", "auto"))
                 await lab.other(mode=mode, bucket_bytes=1 << 16, timeout=120)
             case "files":
-                seed = 1 if lab.current is not lab.policies[1] else 2
-                report = await client.update_weights_from_disk(lab.policies[seed].folder)
-                lab.by_version[report.version] = lab.policies[seed]
+                policy = lab.policies[1 if lab.current is not lab.policies[1] else 2]
+                report = await client.update_weights_from_disk(policy.folder)
+                lab.by_version[report.version] = policy
             case "pause":
                 await client.pause(choose.choice(("in_place", "retract")))
                 await lab.other()

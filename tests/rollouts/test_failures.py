@@ -69,9 +69,11 @@ async def test_the_last_group_to_end_is_lost(client: sglrl.Client, how: str, cou
     async def agent(session: sglrl.Session, item: dict[str, Any]) -> float:
         reward = await two_turns(session, item)
         if item["id"] == 5:
+            # Two batches were taken, the other groups are ready, and the consumer waits for more.
             await until(lambda: run.metrics.samples_done >= 2 * (count - 1))
-            # Let the run deliver the other groups.
-            await asyncio.sleep(0.3)
+            await until(lambda: run.metrics.groups_taken >= 8)
+            if count % 4 != 1:
+                await until(lambda: run._runner.plan.wanted)
             if how == "error":
                 raise RuntimeError("the environment broke")
             if how == "late":

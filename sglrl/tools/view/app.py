@@ -117,7 +117,7 @@ class Viewer:
             except (SglrlError, msgspec.MsgspecError) as error:
                 response = _json({"error": str(error)}, 400)
             except IndexError:
-                response = _json({"error": "there is no such trajectory"}, 404)
+                response = _json({"error": "no trajectory has this number"}, 404)
             response.headers.update(_HEADERS)
             if "key" in request.query_params:
                 response.set_cookie(cookie, self.secret, httponly=True, samesite="strict")

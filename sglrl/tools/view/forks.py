@@ -1,4 +1,4 @@
-"""Continue from a token of a sample, in a session that is no part of the run."""
+"""Continue from a token of a sample, in a session that does not belong to the run."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ def _pair(compare: Callable[[Any, Any], Any], text: str, value: str) -> bool:
     try:
         return bool(compare(float(text), number))
     except ValueError:
-        # The name of this item is no number.
+        # The name of this item is not a number.
         return False
 
 

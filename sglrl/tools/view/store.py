@@ -113,7 +113,7 @@ class Store:
         return number
 
     def add(self, name: str, record: Record, *, failed: bool = False) -> int:
-        """Add a trajectory to a source that is no file. Return the number of its row.
+        """Add a trajectory to a source that is not a file. Return the number of its row.
 
         Args:
             failed: whether the sample was not finished.
