@@ -8,11 +8,10 @@ import time
 from collections.abc import Awaitable
 from typing import Final, TypeVar
 
-from ..control.client_base import ClientBase
 from ..control.operations import operation
 from ..errors import SglrlError
-from ..inference.requests import Requests
 from ..sessions.live import EndedSamples, LiveSample, LiveState, live_samples, live_state
+from .with_requests import WithRequests
 
 _One = TypeVar("_One")
 _SECONDS: Final = 2.0
@@ -21,12 +20,8 @@ _MOST: Final = 64
 """The largest number of ended samples in one answer."""
 
 
-class LiveMethods(ClientBase):
+class LiveMethods(WithRequests):
     """The methods of ``Client`` that show sessions and samples."""
-
-    @property
-    def requests(self) -> Requests:
-        raise NotImplementedError
 
     @operation(urgent=True, http=False)
     async def live_samples(self) -> list[LiveSample]:

@@ -8,33 +8,19 @@ from collections.abc import Sequence
 from typing import Any, Literal, Unpack, overload
 
 from .. import tracing
-from ..control.client_base import ClientBase, not_started
 from ..errors import InvalidRequest
 from ..inference.completion import NextTokenLogprobs, ScoreLogprobs, Scores
 from ..inference.number_checks import check_number
 from ..inference.options import CallKeywords
 from ..inference.prompts import check_given_ids
-from ..inference.requests import Requests
 from ..inference.spans import trace_call
 from ..inference.tokens import TokenIds, check_ids
 from ..wire.engine import EngineInfo
+from .with_requests import WithRequests
 
 
-class ScoreMethods(ClientBase):
+class ScoreMethods(WithRequests):
     """The methods of ``Client`` that compute logprobs of given tokens, without sampling."""
-
-    _requests: Requests | None = None
-
-    @property
-    def requests(self) -> Requests:
-        """The object that makes the calls of this client. Only other parts of sglrl use it.
-
-        Raises:
-            Closed: the client has not started.
-        """
-        if self._requests is None:
-            raise not_started()
-        return self._requests
 
     @property
     def info(self) -> EngineInfo:
